@@ -1,0 +1,42 @@
+# One command each: make run, make test. Everything lives in .venv; nothing else is touched.
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help env run test test-all check clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+env: $(STAMP) ## make .venv with all that is needed (again only when pyproject.toml or constraints.txt change)
+
+run: $(STAMP) ## train the digits recipe; more settings by ARGS="optimizer.lr=0.05"
+	$(BIN)/python tools/run.py config=digits $(ARGS)
+
+test: $(STAMP) ## run the tests but the slow ones
+	$(PYTEST)
+
+test-all: $(STAMP) ## run all tests
+	$(PYTEST) -m ""
+
+check: $(STAMP) ## style, types, and who imports whom
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## remove .venv, builds and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "phaseloop needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+			"Choose another by: make env PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)

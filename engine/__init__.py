@@ -1,0 +1,89 @@
+"""The engine: the loop and what it stands on; imports no hook, no step, no recipe.
+
+Read the code in this order: trainer, walk, task, gradients, events, phases, data/plan, data/loader,
+checkpoint/contents, checkpoint/store.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if not __name__.startswith("phaseloop."):
+    raise ImportError("import phaseloop.engine, not engine: a second copy has its own registries")
+
+if TYPE_CHECKING:
+    from phaseloop.engine.backends import Backend, Single
+    from phaseloop.engine.data.batch import Batch
+    from phaseloop.engine.data.reader import TensorData
+    from phaseloop.engine.data.source import Data
+    from phaseloop.engine.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        MetricError,
+        NoBatchError,
+        NonFiniteError,
+        PhaseloopError,
+        RegistryError,
+    )
+    from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.phases import Phase, Phases
+    from phaseloop.engine.progress import Progress
+    from phaseloop.engine.registry import (
+        register_backend,
+        register_criterion,
+        register_dataset,
+        register_hook,
+        register_meter,
+        register_model,
+        register_optimizer,
+        register_schedule,
+        register_train_step,
+    )
+    from phaseloop.engine.schedules import Schedule, Warmup
+    from phaseloop.engine.settings import Gradients, Run
+    from phaseloop.engine.task import Task
+    from phaseloop.engine.trainer import Outcome, Trainer
+
+_PLACES = {
+    "backends": ["Backend", "Single"],
+    "data.batch": ["Batch"],
+    "data.reader": ["TensorData"],
+    "data.source": ["Data"],
+    "errors": [
+        "CheckpointError", "ConfigError", "DataError", "MetricError", "NoBatchError",
+        "NonFiniteError", "PhaseloopError", "RegistryError",
+    ],
+    "events": ["Hook", "Order"],
+    "meters": ["Accuracy", "Mean", "Meter"],
+    "phases": ["Phase", "Phases"],
+    "progress": ["Progress"],
+    "registry": [
+        "register_backend", "register_criterion", "register_dataset", "register_hook",
+        "register_meter", "register_model", "register_optimizer", "register_schedule",
+        "register_train_step",
+    ],
+    "schedules": ["Schedule", "Warmup"],
+    "settings": ["Gradients", "Run"],
+    "task": ["Task"],
+    "trainer": ["Outcome", "Trainer"],
+}  # fmt: skip
+
+_PLACE = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Accuracy", "Backend", "Batch", "CheckpointError", "ConfigError", "Data", "DataError",
+    "Gradients", "Hook", "Mean", "Meter", "MetricError", "NoBatchError", "NonFiniteError",
+    "Order", "Outcome", "Phase", "PhaseloopError", "Phases", "Progress", "RegistryError", "Run", "Schedule", "Single",
+    "Task", "TensorData", "Trainer", "Warmup", "register_backend", "register_criterion",
+    "register_dataset", "register_hook", "register_meter", "register_model", "register_optimizer",
+    "register_schedule", "register_train_step",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACE:
+        return getattr(importlib.import_module(f"{__name__}.{_PLACE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Checkpoints: what is in one, and how it gets to disk whole or not at all."""

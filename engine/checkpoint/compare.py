@@ -1,0 +1,74 @@
+"""What may change between a run and its continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phaseloop.engine import registry
+
+# A path here, or anything below it. A star stands for one name.
+MAY_CHANGE = (
+    "phases.epochs", "phases.updates", "phases.min_epochs", "phases.min_updates",
+    "phases.test_every_epochs", "phases.test_every_updates",
+    "run", "backend", "launch", "plan", "only", "weights", "debug", "imports", "allow_targets",
+    "hooks.early_stop", "hooks.checkpoint",
+    "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
+    "data.*.micro_batch_size", "data.*.accumulate",
+    "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",
+    "model.compile",
+)  # fmt: skip
+
+
+def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences that would make another training of it, as ``path: before -> now``."""
+    return [
+        f"{path}: {_show(old)} -> {_show(new)}"
+        for path, old, new in _differences(before, now, "")
+        if not _may_change(path, before, now)
+    ]
+
+
+_MISSING = object()
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*before, *now]):
+        path = f"{prefix}{key}"
+        old, new = before.get(key, _MISSING), now.get(key, _MISSING)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{path}.")
+        elif old is not new and old != new:
+            yield path, old, new
+
+
+def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    parts = path.split(".")
+    if any(_covers(pattern.split("."), parts) for pattern in MAY_CHANGE):
+        return True
+    return parts[0] == "hooks" and len(parts) > 1 and _only_watches(parts[1], before, now)
+
+
+def _covers(pattern: list[str], parts: list[str]) -> bool:
+    return len(parts) >= len(pattern) and all(
+        p in ("*", part) for p, part in zip(pattern, parts, strict=False)
+    )
+
+
+def _only_watches(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Every hook that this key stood or stands for declares that it changes nothing."""
+    names = set()
+    for config in (before, now):
+        options = config.get("hooks", {}).get(key)
+        if options is not None:
+            names.add(options.get("name", key))
+    return all(
+        name in registry.hooks and getattr(registry.hooks.get(name).target, "only_watches", False)
+        for name in names
+    )
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is _MISSING else repr(value)

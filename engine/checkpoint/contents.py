@@ -1,0 +1,228 @@
+"""What is in a checkpoint, and how a task takes it back.
+
+``model.pt`` holds parameters and buffers by the bare model's names; ``state.pt`` everything else.
+Both hold tensors and plain Python only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from phaseloop.engine import environment, rng
+from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
+from phaseloop.engine.errors import CheckpointError, PhaseloopError
+
+if TYPE_CHECKING:
+    from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+MODEL = "model.pt"
+STATE = "state.pt"
+
+_LEAVES = (
+    torch.Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device,
+    bool, int, float, complex, str, bytes, type(None),
+)  # fmt: skip
+
+
+def save(task: Task) -> store.Saved:
+    """Write a checkpoint of the task as it stands.
+
+    Raises:
+        PhaseloopError: the task has no run folder, or a window is open.
+        CheckpointError: it could not be written, or holds something that could not be loaded
+            again; the checkpoints before it are untouched.
+    """
+    if task.folder is None:
+        raise PhaseloopError("a task without run.dir cannot be saved")
+    if not task.at_border:
+        raise PhaseloopError(
+            f"a checkpoint was asked for inside the window of update {task.progress.updates + 1}; "
+            f"save in on_step when task.updated, or in on_phase_end"
+        )
+    progress = task.progress
+    number = progress.saves + 1
+    small = task.test_entry if task.test_entry is not None else small_state(task)
+    small["progress"]["saves"] = number
+    parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
+    for part in parts.values():
+        check_plain(part)
+    saved = store.Store(task.folder.checkpoints).write(
+        store.folder_name(progress.updates, number), parts, _facts(task)
+    )
+    progress.saves = number
+    task.changed = False
+    return saved
+
+
+def check_plain(value: Any, path: str = "") -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would refuse: now, not at the resume.
+
+    Args:
+        value: a tree of dicts, lists, tuples, sets, tensors, numbers, strings and None.
+        path: where it stands, for the message.
+
+    Raises:
+        CheckpointError: something else is in it, such as a NumPy number.
+    """
+    kind = type(value)  # exactly: a subclass of float or dict is pickled by its own name
+    if kind in (dict, OrderedDict):
+        for key, item in value.items():
+            check_plain(key, f"a key of {path}")
+            check_plain(item, f"{path}.{key}" if path else str(key))
+    elif kind in (list, tuple, set):
+        for number, item in enumerate(value):
+            check_plain(item, f"{path}.{number}")
+    elif kind not in _LEAVES:
+        raise CheckpointError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again: "
+            f"a checkpoint holds tensors, numbers, strings, and lists and dicts of them"
+        )
+
+
+def small_state(task: Task) -> dict[str, Any]:
+    """Everything but parameters: also what a test phase may change."""
+    return {
+        "progress": task.progress.state_dict(),
+        "hooks": task.hooks.state_dict(),
+        "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
+        "recorder": task.recorder.state_dict(),
+        "metrics": dict(task.metrics),
+        "best": dict(task.best),
+        "step": _state_of(task.train_step),
+        "carry": task.carry,
+        "rng": task.backend.all_gather_object(
+            {"host": rng.host_state(), "device": task.backend.rng_state()}
+        ),
+    }
+
+
+def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
+    """Model, optimizers, progress and meters of a verified checkpoint; its ``state.pt``.
+
+    Hooks and random states follow later: see :func:`restore_random`.
+
+    Raises:
+        CheckpointError: it does not fit the task; the message names what differs.
+    """
+    state: dict[str, Any] = store.load(saved, STATE)
+    load_model(task.bare_model, store.load(saved, MODEL), saved.path)
+    _load_module(task.criterion_module, state["criterion"], "criterion")
+    _restore_optimizers(task, state["optimizers"])
+    _restore_modes(task, state["evaluating"], state["frozen"])
+    task.progress.load_state_dict(state["progress"])
+    for name, meters in task.meter_sets.items():
+        if name in state["meters"]:
+            meters.load_state_dict(state["meters"][name])
+    task.recorder.load_state_dict(state["recorder"])
+    task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
+    _load_step(task.train_step, state["step"])
+    task.carry = state["carry"]
+    task.changed = False
+    return state
+
+
+def restore_random(task: Task, state: dict[str, Any]) -> None:
+    """The random states of this rank; last of all, so that no hook can shift them."""
+    ranks = state["rng"]
+    rank = task.backend.rank
+    if len(ranks) != task.backend.world_size:
+        log.warning(
+            "the checkpoint was made by %d processes, this is %d: the same samples in the same "
+            "batches, but draws outside the data, and last bits, may differ",
+            len(ranks),
+            task.backend.world_size,
+        )
+    if rank < len(ranks):
+        rng.set_host_state(ranks[rank]["host"])
+        task.backend.set_rng_state(ranks[rank]["device"])
+    else:
+        task.seed_all()
+
+
+def load_model(model: nn.Module, state: dict[str, Any], source: Any) -> None:
+    """Parameters and buffers by name.
+
+    Raises:
+        CheckpointError: a name is missing or unexpected, or a shape differs; all are named.
+    """
+    here = model.state_dict()
+    problems = [f"only here: {name}" for name in here if name not in state]
+    problems += [f"only in the checkpoint: {name}" for name in state if name not in here]
+    for name, value in here.items():
+        there = state.get(name, value)
+        if getattr(value, "shape", None) != getattr(there, "shape", None):
+            problems.append(f"{name}: {list(value.shape)} here, {list(there.shape)} there")
+    if problems:
+        raise CheckpointError(f"the model does not fit {source}: {'; '.join(problems)}")
+    model.load_state_dict(state)
+
+
+def _large_state(task: Task) -> dict[str, Any]:
+    names = task.parameter_names()
+    trainable = {id(p) for p in task.bare_model.parameters() if p.requires_grad}
+    evaluating = {id(module) for module in task.evaluating()}
+    return {
+        "optimizers": {
+            name: named_state(optimizer, names) for name, optimizer in task.optimizers.items()
+        },
+        "criterion": _state_of(task.criterion_module),
+        "evaluating": [
+            name for name, module in task.bare_model.named_modules() if id(module) in evaluating
+        ],
+        "frozen": [
+            name for name, p in task.bare_model.named_parameters() if id(p) not in trainable
+        ],
+        "config": task.config,
+        "planned": task.plan.updates,
+        "environment": environment.facts(task.backend.world_size, task.device),
+    }
+
+
+def _facts(task: Task) -> dict[str, Any]:
+    return {
+        "updates": task.progress.updates,
+        "epoch": task.progress.epoch,
+        "origins": task.origins,
+    }
+
+
+def _restore_optimizers(task: Task, saved: dict[str, Any]) -> None:
+    if not task.optimizers:  # only=test needs none
+        return
+    if set(saved) != set(task.optimizers):
+        raise CheckpointError(
+            f"the checkpoint has optimizers {sorted(saved)}, this task {sorted(task.optimizers)}"
+        )
+    names = task.parameter_names()
+    for name, optimizer in task.optimizers.items():
+        load_named_state(optimizer, names, saved[name], name)
+
+
+def _restore_modes(task: Task, evaluating: list[str], frozen: list[str]) -> None:
+    for name, module in task.bare_model.named_modules():
+        module.training = name not in evaluating
+    for name, parameter in task.bare_model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _state_of(thing: Any) -> dict[str, Any]:
+    method = getattr(thing, "state_dict", None)
+    return dict(method()) if callable(method) and not isinstance(thing, type) else {}
+
+
+def _load_module(thing: Any, state: dict[str, Any], label: str) -> None:
+    if isinstance(thing, nn.Module):
+        load_model(thing, state, label)
+
+
+def _load_step(step: Any, state: dict[str, Any]) -> None:
+    if state and callable(getattr(step, "load_state_dict", None)):
+        step.load_state_dict(state)

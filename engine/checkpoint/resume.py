@@ -1,0 +1,118 @@
+"""Which checkpoint a run starts from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phaseloop.engine import environment
+from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint.compare import forbidden_changes
+from phaseloop.engine.checkpoint.contents import STATE
+from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.run_folder import STATUS, RunFolder, put_aside
+
+if TYPE_CHECKING:
+    from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+
+def open_folder(folder: RunFolder, resume: str) -> None:
+    """Take the run's folder; with ``resume=never`` an old run's folder is put aside first."""
+    folder.open()  # first of all: it may be another process's, at work in it
+    if resume == "never" and ((folder.path / STATUS).exists() or folder.checkpoints.exists()):
+        log.info("run.resume=never: the old run is now in %s", put_aside(folder.path))
+        folder.close()
+        folder.open()
+    store.Store(folder.checkpoints).clean()
+
+
+def find(task: Task) -> store.Saved | None:
+    """The checkpoint to start from, verified; None: start from the beginning.
+
+    Raises:
+        ConfigError: the folder holds a run of another configuration, or ``run.resume`` names no
+            checkpoint that can be used.
+    """
+    if task.folder is None:
+        return None
+    checkpoints = store.Store(task.folder.checkpoints)
+    forced = None if task.run.resume in ("auto", "never") else Path(task.run.resume).resolve()
+    saved = next(checkpoints.whole(), None) if forced is None else _from_path(checkpoints, forced)
+    if saved is None:
+        return None
+    _check_config(task, saved)
+    task.origins = list(saved.manifest["origins"])
+    if saved.path == forced:
+        _make_way(checkpoints, saved)
+        task.origins.append({"path": str(forced), "sha256": saved.manifest["sha256"]})
+    return saved
+
+
+def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
+    """One warning when threads, torch or the processor differ from those of the checkpoint."""
+    now = environment.facts(task.backend.world_size, task.device)
+    if changed := environment.differences(state["environment"], now):
+        log.warning("last bits may differ from the run before: %s", changed)
+
+
+def warn_about_length(task: Task, state: dict[str, Any]) -> None:
+    """One warning when schedules are spread over another number of updates than before."""
+    before, now = state["planned"], task.plan.updates
+    if task.schedules and before != now:
+        log.warning(
+            "the run was planned for %d updates and is now for %d: its schedules are spread over "
+            "the new total from here on",
+            before,
+            now,
+        )
+
+
+def _from_path(checkpoints: store.Store, path: Path) -> store.Saved:
+    """The newest descendant of ``path`` in this run's folder, or ``path`` itself.
+
+    Where ``path`` is gone, because the run that wrote it has pruned it since, a descendant is
+    known by the path alone.
+    """
+    start, problem = None, ""
+    key, value = "path", str(path)
+    try:
+        start = store.verified(path)
+        key, value = "sha256", start.manifest["sha256"]
+    except CheckpointError as error:
+        problem = f"{error}; use auto, never, or a checkpoint's folder"
+    for saved in checkpoints.whole():
+        if any(origin[key] == value for origin in saved.manifest["origins"]):
+            return saved
+    if start is None:
+        raise ConfigError("run.resume", problem)
+    return start
+
+
+def _make_way(checkpoints: store.Store, start: store.Saved) -> None:
+    """Set aside what comes after ``start``, so that the newest checkpoint is a descendant of it."""
+    names = checkpoints.names()
+    if start.path.parent == checkpoints.folder.resolve():
+        for name in names:
+            if store.position(name) > start.position:
+                checkpoints.set_aside(name)
+    elif names:
+        raise ConfigError(
+            "run.resume",
+            f"{checkpoints.folder} holds the checkpoints of another run, which does not descend "
+            f"from {start.path}; use another run.dir",
+        )
+
+
+def _check_config(task: Task, saved: store.Saved) -> None:
+    before = store.load(saved, STATE)["config"]
+    if not before or not task.config:
+        return
+    if changes := forbidden_changes(before, task.config):
+        raise ConfigError(
+            "run.dir",
+            f"{saved.path} belongs to a run of another configuration: {'; '.join(changes)}. "
+            f"Use another run.dir, or run.resume=never to put the old run aside",
+        )

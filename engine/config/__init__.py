@@ -1,0 +1,1 @@
+"""Configuration: typed schema, checks, and building a task from it."""

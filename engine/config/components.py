@@ -1,0 +1,246 @@
+"""Components: ``{name: ...}`` or ``{_target_: ...}`` into objects, by this one function.
+
+``_target_`` names code that will run. So it must lie in a package that the configuration's author
+allowed: torch's layers, optimizers and data tools, torchmetrics, phaseloop, whatever ``imports``
+names, and what ``allow_targets`` adds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phaseloop.engine.config.typed import convert
+from phaseloop.engine.errors import ConfigError, RegistryError, listing, nearest
+from phaseloop.engine.registry import Registry
+
+ALLOWED = ("torch.nn", "torch.optim", "torch.utils.data", "torchmetrics", "phaseloop")
+
+
+class Components:
+    """Makes the objects of one configuration.
+
+    Args:
+        imports: modules and files whose import registers components; their packages are allowed.
+        allow_targets: further packages that ``_target_`` may name.
+    """
+
+    def __init__(self, imports: Sequence[str] = (), allow_targets: Sequence[str] = ()) -> None:
+        modules = [import_module(name) for name in imports]
+        own = [module.split(".")[0] for module in modules]
+        self._allowed = tuple(dict.fromkeys([*ALLOWED, *own, *allow_targets]))
+
+    def check(
+        self,
+        spec: Any,
+        registry: Registry,
+        key: str,
+        given: int = 0,
+        default_name: str | None = None,
+        extra: Sequence[str] = (),
+    ) -> None:
+        """Check a component without making it.
+
+        Args:
+            spec: the mapping.
+            registry: where ``name`` is looked up.
+            key: where it stands in the configuration.
+            given: how many leading arguments the engine will give itself.
+            default_name: the name where the mapping has none.
+            extra: options that the engine takes for itself and the target does not get.
+
+        Raises:
+            ConfigError: no such name or target, an option that it does not take, a wrong type, a
+                missing option.
+        """
+        target, options = self._split(spec, registry, key, default_name)
+        options = {k: v for k, v in options.items() if k not in extra}
+        self._check_options(target, options, key, given)
+
+    def make(
+        self,
+        spec: Any,
+        registry: Registry,
+        key: str,
+        *args: Any,
+        default_name: str | None = None,
+        extra: Sequence[str] = (),
+    ) -> Any:
+        """Make the object that ``spec`` describes; arguments as for :meth:`check`."""
+        self.check(spec, registry, key, len(args), default_name, extra)
+        target, options = self._split(spec, registry, key, default_name)
+        made = {k: self._nested(v, f"{key}.{k}") for k, v in options.items() if k not in extra}
+        return target(*args, **made)
+
+    def target(self, spec: Any, registry: Registry, key: str, default_name: str | None) -> Any:
+        """The function or class that ``spec`` names, not called."""
+        return self._split(spec, registry, key, default_name)[0]
+
+    def _split(
+        self, spec: Any, registry: Registry, key: str, default_name: str | None
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        if not isinstance(spec, Mapping):
+            raise ConfigError(key, f"{spec!r} is not a mapping with a name or a _target_")
+        options = {str(k): v for k, v in spec.items() if k not in ("name", "_target_")}
+        if "_target_" in spec:
+            if "name" in spec:
+                options["name"] = spec["name"]
+            return self._locate(spec["_target_"], f"{key}._target_"), options
+        name = spec.get("name", default_name)
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{key}.name", f"give the name of a {registry.kind}: {_names(registry)}"
+            )
+        try:
+            return registry.get(name).target, options
+        except RegistryError as error:
+            raise ConfigError(f"{key}.name" if "name" in spec else key, str(error)) from None
+
+    def _locate(self, path: Any, key: str) -> Callable[..., Any]:
+        if not isinstance(path, str) or "." not in path:
+            raise ConfigError(key, f"{path!r} is not the full name of a class or function")
+        self._check_allowed(path, path, key)
+        found = _import_object(path, key)
+        if not callable(found):
+            raise ConfigError(key, f"{path} is not a class or function")
+        # A module may hold names of others: torch.nn.functional.torch.load is torch.load.
+        home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+        self._check_allowed(home, path, key)
+        target: Callable[..., Any] = found
+        return target
+
+    def _check_allowed(self, home: str, path: str, key: str) -> None:
+        if not any(home == a or home.startswith(f"{a}.") for a in self._allowed):
+            raise ConfigError(
+                key,
+                f"{path} is not in a package that may be named here ({listing(self._allowed)}); "
+                f"_target_ runs code: add the package to allow_targets if you trust it",
+            )
+
+    def _check_options(
+        self, target: Callable[..., Any], options: Mapping[str, Any], key: str, given: int
+    ) -> None:
+        parameters = _parameters(target, given)
+        label = getattr(target, "__name__", str(target))
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {
+            n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        }
+        hints = _hints(target)
+        for option, value in options.items():
+            if option in named:
+                self._check_value(hints.get(option, Any), value, f"{key}.{option}")
+            elif not takes_any:
+                raise ConfigError(
+                    f"{key}.{option}",
+                    f"{label} takes no option {option!r}.{nearest(option, named)} "
+                    f"It takes: {listing(named)}",
+                )
+        for option, parameter in named.items():
+            if parameter.default is parameter.empty and option not in options:
+                raise ConfigError(f"{key}.{option}", f"{label} needs a value")
+
+    def _check_value(self, hint: Any, value: Any, key: str) -> None:
+        if isinstance(value, Mapping) and "_target_" in value:
+            options = {k: v for k, v in value.items() if k != "_target_"}
+            self._check_options(self._locate(value["_target_"], f"{key}._target_"), options, key, 0)
+        else:
+            convert(hint, value, key)
+
+    def _nested(self, value: Any, key: str) -> Any:
+        """Options may hold components by ``_target_`` themselves, in lists and mappings too."""
+        if isinstance(value, list):
+            return [self._nested(item, f"{key}.{n}") for n, item in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        options = {k: self._nested(v, f"{key}.{k}") for k, v in value.items() if k != "_target_"}
+        if "_target_" not in value:
+            return options
+        target = self._locate(value["_target_"], f"{key}._target_")
+        self._check_options(target, options, key, 0)
+        return target(**options)
+
+
+def import_module(name: str) -> str:
+    """Import a module, or a plain file given as ``./my_steps.py``; its module name.
+
+    Raises:
+        ConfigError: it cannot be found, or fails while it is imported.
+    """
+    if not name.endswith(".py"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+            raise ConfigError("imports", f"no module is called {name!r} ({error})") from None
+        return name
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigError("imports", f"there is no file {path}")
+    module_name = path.stem
+    known = sys.modules.get(module_name)
+    if known is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return module_name
+        raise ConfigError(
+            "imports", f"{name}: a module called {module_name!r} exists already; rename the file"
+        )
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module_name
+
+
+def _import_object(path: str, key: str) -> Any:
+    """The object at a dotted path, importing as many leading parts as are modules."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                close = difflib.get_close_matches(part, dir(found), n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(key, f"{path}: there is no {part!r}.{hint}")
+            found = getattr(found, part)
+        return found
+    raise ConfigError(key, f"{path}: there is no module {parts[0]!r}")
+
+
+def _parameters(target: Callable[..., Any], given: int) -> dict[str, inspect.Parameter]:
+    """What a user may give: the parameters without the ``given`` first."""
+    try:
+        parameters = list(inspect.signature(target).parameters.items())
+    except ValueError:  # some of C's functions do not tell: they are given what the user gives
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+    return dict(parameters[given:])
+
+
+@functools.cache
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # a name that exists for type checkers only: then nothing is checked
+        return {}
+
+
+def _names(registry: Registry) -> str:
+    return listing(entry.name for entry in registry)

@@ -1,0 +1,1 @@
+"""From a dataset to batches on the device: order, shares, per-sample randomness, workers."""

@@ -1,0 +1,232 @@
+"""Loaders: the windows of an epoch as micro-batches on the device, from any position on."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from phaseloop.engine import rng
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.data.order import Order, Sequential, epoch_order
+from phaseloop.engine.data.plan import BatchPlan, Window, micro_batch_size
+from phaseloop.engine.data.reader import Reader, Request
+from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.errors import DataError
+
+
+class Loader:
+    """Micro-batches of one set of samples, epoch by epoch.
+
+    Reading never touches the global generators of this process, as seen from outside: they are
+    put aside before and put back after.
+
+    Args:
+        data: the set and how it is cut.
+        train: a train set (order and seeds by epoch) or a test set (dataset order, seeds by
+            index, so that a test gives the same result at every epoch).
+        source: number of the set among those of its kind; part of every sample's seed.
+        seed: the run's seed.
+        device: where batches go.
+        world_size: number of processes.
+        rank: which of them this is.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        train: bool,
+        source: int,
+        seed: int,
+        device: torch.device,
+        world_size: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self._data = data
+        self._train = train
+        self._source = source
+        self._seed = seed
+        self._device = device
+        self._pinned = _pins(data, device)
+        self.samples = len(data.dataset)
+        self.plan = BatchPlan(
+            samples=self.samples,
+            batch_size=data.batch_size,
+            micro_batch_size=micro_batch_size(
+                data.batch_size, world_size, data.micro_batch_size, data.accumulate
+            ),
+            drop_last=data.drop_last and train,
+            world_size=world_size,
+            rank=rank,
+            stand_ins=train,
+        )
+        self._reader = Reader(data.dataset, data.collate)
+        self._requests = _Requests()
+        self._workers: DataLoader[Any] | None = None
+        self._aside: rng.HostGenerators | None = None
+
+    @property
+    def windows(self) -> int:
+        """Batches in an epoch."""
+        return self.plan.windows
+
+    def batches(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
+        """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
+
+        The second of the pair is a :class:`Batch`, or None where the collate function gave None.
+
+        Raises:
+            DataError: the workers ended before the plan did.
+        """
+        if self._data.workers:
+            return self._from_workers(epoch, roll_backs, first)
+        return self._in_process(epoch, roll_backs, first)
+
+    def put_back(self) -> None:
+        """Give this process its generators back, if they are still set for reading.
+
+        Called again when a signal has cut short reading, and perhaps this very call.
+        """
+        if self._aside is not None:
+            self._aside.put_back()
+            self._aside = None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers = None
+
+    def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
+        for window, request in self._plan_requests(epoch, roll_backs, first):
+            if self._reader.draws:
+                self._aside = rng.HostGenerators()
+                try:
+                    data = self._reader[request]
+                finally:
+                    self.put_back()
+            else:
+                data = self._reader[request]
+            yield window, self._batch(data, request)
+
+    def _from_workers(
+        self, epoch: int, roll_backs: int, first: int
+    ) -> Iterator[tuple[Window, Any]]:
+        asked = self._requests.begin(self._plan_requests(epoch, roll_backs, first))
+        if self._workers is None:
+            self._workers = self._start_workers()
+        received = 0
+        # Not `for data in ...`: the plan says when the epoch ends, the workers do not.
+        iterator = iter(self._workers)
+        while asked or not self._requests.exhausted:
+            try:
+                data = next(iterator)
+            except StopIteration:
+                raise DataError(
+                    f"the workers ended after {received} micro-batches of the epoch, "
+                    f"{len(asked)} were still to come"
+                ) from None
+            received += 1
+            window, request = asked.popleft()
+            yield window, self._batch(data, request)
+
+    def _plan_requests(
+        self, epoch: int, roll_backs: int, first: int
+    ) -> Iterator[tuple[Window, Request]]:
+        order = self._order(epoch, roll_backs)
+        seed = self._sample_seed(epoch, roll_backs)
+        for index in range(first, self.plan.windows):
+            window = self.plan.window(index)
+            for piece in window.pieces:
+                indices = order.slice(piece.start, piece.stop)
+                key = piece.start if self._train else None
+                yield window, Request(indices, seed, key, piece.weight)
+
+    def _order(self, epoch: int, roll_backs: int) -> Order:
+        if not self._train:
+            return Sequential(self.samples)
+        return epoch_order(
+            self.samples,
+            shuffle=self._data.shuffle,
+            seed=self._seed,
+            epoch=epoch,
+            roll_backs=roll_backs,
+        )
+
+    def _sample_seed(self, epoch: int, roll_backs: int) -> int:
+        if self._train:
+            return rng.mix(self._seed, rng.SAMPLE_TRAIN, self._source, epoch, roll_backs)
+        return rng.mix(self._seed, rng.SAMPLE_TEST, self._source)
+
+    def _batch(self, data: Any, request: Request) -> Batch | None:
+        if data is None:
+            return None
+        if self._device.type != "cpu":
+            data = to_device(data, self._device, non_blocking=self._pinned)
+        return Batch(data, request.indices, request.weight)
+
+    def _start_workers(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._reader,
+            sampler=self._requests,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self._data.workers,
+            prefetch_factor=self._data.prefetch,
+            pin_memory=self._pinned,
+            persistent_workers=True,
+            worker_init_fn=_start_worker,
+            # Its own generator: making an iterator draws from it, and must not draw from ours.
+            generator=torch.Generator().manual_seed(rng.mix(self._seed, rng.LOADER)),
+        )
+
+
+class _Requests(Sampler[Request]):
+    """The requests of the epoch at hand; one object for all epochs, so that workers live on.
+
+    The workers' look-ahead draws requests from here; what has been drawn and not yet received
+    waits in ``asked``, with its window.
+    """
+
+    def __init__(self) -> None:
+        self.exhausted = False
+        self._planned: Iterator[tuple[Window, Request]] = iter(())
+        self._asked: deque[tuple[Window, Request]] = deque()
+
+    def begin(self, planned: Iterator[tuple[Window, Request]]) -> deque[tuple[Window, Request]]:
+        """Hand out ``planned`` from now on; the queue of what has been asked for."""
+        self.exhausted = False
+        self._planned = planned
+        self._asked = deque()
+        return self._asked
+
+    def __iter__(self) -> Iterator[Request]:
+        for window, request in self._planned:
+            self._asked.append((window, request))
+            yield request
+        self.exhausted = True
+
+
+def _pins(data: Data, device: torch.device) -> bool:
+    """Pinning in this process would cost a copy in the hot path, so only workers' data is."""
+    wanted = device.type == "cuda" if data.pin_memory is None else data.pin_memory
+    return wanted and data.workers > 0
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+def _start_worker(_: int) -> None:
+    """In a worker: signals are the parent's business, and it ends when the parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

@@ -1,0 +1,103 @@
+"""The batch plan: which positions of an epoch make which update, on which process, in which piece.
+
+A batch is a slice of the epoch's order. It is cut into one share per process, each share into the
+same number K of consecutive micro-batches. Neither cut changes the update: what a micro-batch
+contributes is weighted by its number of samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of one process: positions start to stop-1 of the epoch's order.
+
+    Attributes:
+        weight: samples that count: ``stop - start``, or 0 for a stand-in that only keeps this
+            process in step with the others.
+    """
+
+    start: int
+    stop: int
+    weight: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one batch on one process.
+
+    Attributes:
+        samples: of the batch, over all processes.
+        share: how many of them are this process's.
+    """
+
+    pieces: tuple[Piece, ...]
+    samples: int
+    share: int
+
+
+def cut(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """Part ``index`` of start..stop, cut into parts whose sizes differ by 1 at most."""
+    size, larger = divmod(stop - start, parts)
+    first = start + index * size + min(index, larger)
+    return first, first + size + (index < larger)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an epoch is cut into windows.
+
+    Args:
+        samples: samples in the epoch.
+        batch_size: samples per update, over all processes.
+        micro_batch_size: samples that go through the model at once on one process; None: the
+            whole share.
+        drop_last: leave out a last batch that is smaller than ``batch_size``.
+        world_size: number of processes.
+        rank: which of them this is.
+        stand_ins: give a process that is short of a micro-batch the batch's first sample with
+            weight 0, so that all make the same number of passes; otherwise it gets nothing.
+    """
+
+    samples: int
+    batch_size: int
+    micro_batch_size: int | None = None
+    drop_last: bool = False
+    world_size: int = 1
+    rank: int = 0
+    stand_ins: bool = True
+
+    @property
+    def windows(self) -> int:
+        """Number of batches in the epoch."""
+        full, rest = divmod(self.samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def window(self, index: int) -> Window:
+        """The micro-batches of this process in batch ``index``, counted from 0."""
+        start = index * self.batch_size
+        stop = min(start + self.batch_size, self.samples)
+        largest = -(-(stop - start) // self.world_size)
+        count = 1 if self.micro_batch_size is None else -(-largest // self.micro_batch_size)
+        whole = (start, stop)
+        share = whole if self.world_size == 1 else cut(*whole, self.world_size, self.rank)
+        pieces = []
+        for i in range(count):
+            first, last = cut(*share, count, i)
+            if first < last:
+                pieces.append(Piece(first, last, last - first))
+            elif self.stand_ins:
+                pieces.append(Piece(start, start + 1, 0))
+        return Window(tuple(pieces), stop - start, share[1] - share[0])
+
+
+def micro_batch_size(
+    batch_size: int, world_size: int, micro: int | None, accumulate: int | None
+) -> int | None:
+    """The size that ``accumulate`` stands for: the largest share cut into that many pieces."""
+    if accumulate is None:
+        return micro
+    share = -(-batch_size // world_size)
+    return -(-share // accumulate)

@@ -1,0 +1,58 @@
+"""Every error that phaseloop raises by name, so that a caller can tell them apart."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PhaseloopError(Exception):
+    """Base of all errors that phaseloop raises on its own account."""
+
+
+class ConfigError(PhaseloopError):
+    """Something in the configuration is wrong; the command line exits with 2.
+
+    Args:
+        key: full path of the key to change, e.g. ``hooks.checkpoint.every_epochs``.
+        problem: what was given and what is allowed, one sentence.
+    """
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}" if key else problem)
+        self.key = key
+
+
+class RegistryError(PhaseloopError):
+    """A name is registered twice, or is asked for and not registered."""
+
+
+class NoBatchError(PhaseloopError):
+    """A step asked for more micro-batches than the plan gives."""
+
+
+class DataError(PhaseloopError):
+    """The data cannot be used as configured: empty, too small, or broken off early."""
+
+
+class MetricError(PhaseloopError):
+    """A hook needs a metric that no meter reports."""
+
+
+class CheckpointError(PhaseloopError):
+    """A checkpoint cannot be written, read or trusted, or does not fit this run."""
+
+
+class NonFiniteError(PhaseloopError):
+    """A loss, gradient or weight is NaN or infinite and the policy is to stop."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the allowed name most like ``name``, or an empty string."""
+    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """The names sorted and joined with commas, for the end of an error's sentence."""
+    return ", ".join(sorted(names)) or "none"

@@ -1,0 +1,58 @@
+"""Progress: the few numbers that say how far a run has come."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from phaseloop.engine.errors import CheckpointError
+
+
+@dataclass
+class Progress:
+    """Counts of a run. They move in one place, ``Task.commit``, and nowhere else.
+
+    Attributes:
+        updates: updates that counted, over the whole run; the x-axis of every log.
+        steps: calls of the train step in train phases.
+        samples: training samples used, over all processes.
+        skipped: windows that moved no optimizer.
+        epoch: number of the current or last train epoch, from 1; 0 before the first.
+        windows: windows done in this epoch, counted or skipped: the position in the data.
+        epoch_open: the train phase of ``epoch`` has begun and its end has not been reached.
+        tests_due: names of the test sets that have to be run before training goes on.
+        tested_at: ``updates`` at the last test that the cadence asked for; -1 before any.
+        roll_backs: how often the run was rolled back; the order of the data depends on it.
+        saves: checkpoints written at this number of updates.
+    """
+
+    updates: int = 0
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    epoch: int = 0
+    windows: int = 0
+    epoch_open: bool = False
+    tests_due: list[str] = field(default_factory=list)
+    tested_at: int = -1
+    roll_backs: int = 0
+    saves: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers as plain Python."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the numbers of a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint lacks one of them or has one that is unknown here.
+        """
+        names = {f.name for f in fields(self)}
+        if set(state) != names:
+            raise CheckpointError(
+                f"progress holds {sorted(set(state) ^ names)} in only one of checkpoint and "
+                f"program: the checkpoint was written by another version"
+            )
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)

@@ -1,0 +1,127 @@
+"""Recorder: scalars that were measured at an update, kept on the device until they are logged.
+
+A value is written down with a weight; at a log point the weighted mean of all values since the
+last one makes a row. Nothing is read from the device between log points.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPACT_AT = 1024
+
+
+class _Series:
+    """Values of one name since the last log point."""
+
+    __slots__ = ("values", "weights")
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.weights: list[float] = []
+
+    def total(self) -> Tensor:
+        """Sum of value times weight, in float64 on the values' device."""
+        values = torch.stack(self.values).double()
+        weights = torch.tensor(self.weights, dtype=torch.float64, device=values.device)
+        return torch.dot(values, weights)
+
+
+class Recorder:
+    """Scalars of the training, by name.
+
+    Args:
+        every: a row is due after every so many updates.
+
+    Attributes:
+        due: a row is due at this step; sinks ask for it with :meth:`row`.
+        events: what happened at this step that deserves a line of its own, such as a skip.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
+        self.due = False
+        self.events: list[dict[str, Any]] = []
+        self._series: dict[str, _Series] = {}
+        self._gauges: dict[str, float] = {}
+        self._row: dict[str, Any] | None = None
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Write down ``value``, a detached tensor of shape []; weight 0 is left out."""
+        if weight == 0:
+            return
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = _Series()
+        series.values.append(value)
+        series.weights.append(weight)
+        if len(series.values) >= _COMPACT_AT:
+            self._compact(series)
+
+    def gauge(self, name: str, value: float) -> None:
+        """Set a number that is logged as it is now, such as a learning rate."""
+        self._gauges[name] = value
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Note something that happened, to be written as a line of its own."""
+        self.events.append({"event": kind, **fields})
+
+    def begin_step(self) -> None:
+        """Forget the row and the events of the step before."""
+        if self.due:
+            self._series.clear()
+            self._row = None
+            self.due = False
+        if self.events:
+            self.events = []
+
+    def tick(self, updates: int) -> None:
+        """Called when update number ``updates`` is counted."""
+        self.due = updates % self.every == 0
+
+    def row(self) -> dict[str, Any]:
+        """Means of everything since the last log point, then the gauges.
+
+        Here the host waits for the device, once for all names, however many sinks ask.
+        """
+        if self._row is None:
+            self._row = {"time": round(time.time(), 3), **self._means(), **self._gauges}
+        return self._row
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been recorded and not yet logged, and the gauges."""
+        pending = {} if self.due else self._series
+        return {
+            "series": {
+                name: [torch.stack(s.values), list(s.weights)] for name, s in pending.items()
+            },
+            "gauges": dict(self._gauges),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        self._series = {}
+        for name, (values, weights) in state["series"].items():
+            series = self._series[name] = _Series()
+            series.values, series.weights = list(values.unbind()), list(weights)
+        self._gauges = dict(state["gauges"])
+        self._row, self.due, self.events = None, False, []
+
+    def _means(self) -> dict[str, float]:
+        if not self._series:
+            return {}
+        totals = torch.stack([series.total() for series in self._series.values()]).tolist()
+        return {
+            name: total / sum(series.weights)
+            for (name, series), total in zip(self._series.items(), totals, strict=True)
+        }
+
+    @staticmethod
+    def _compact(series: _Series) -> None:
+        """Replace many values by their sum, on the device, so that memory stays bounded."""
+        weight = sum(series.weights)
+        series.values, series.weights = [series.total() / weight], [weight]

@@ -1,0 +1,143 @@
+"""Registries: how steps, hooks, models and the rest find their way in by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from phaseloop.engine.errors import RegistryError, listing, nearest
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered object, where it was registered and what it declared about itself."""
+
+    name: str
+    target: Callable[..., Any]
+    place: str
+    declared: Mapping[str, Any]
+
+
+class Registry:
+    """Names for one kind of thing.
+
+    Args:
+        kind: what the entries are, in the singular; used in every message.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str, *, replace: bool = False, **declared: Any) -> Callable[[T], T]:
+        """Decorator that registers a function or class under ``name``.
+
+        Args:
+            name: the name that a configuration uses.
+            replace: take the place of an earlier entry (a notebook cell run again).
+            declared: facts about the entry that the engine asks for, e.g. ``takes="window"``.
+
+        Raises:
+            RegistryError: the name is taken; the message says where it was first registered.
+        """
+
+        def decorate(target: T) -> T:
+            taken = self._entries.get(name)
+            if taken is not None and not replace:
+                raise RegistryError(
+                    f"{self.kind} {name!r} is already registered at {taken.place}; "
+                    f"the second is at {_place(target)}. Use another name, or replace=True."
+                )
+            entry = Entry(name, target, _place(target), MappingProxyType(dict(declared)))
+            self._entries[name] = entry
+            return target
+
+        return decorate
+
+    def get(self, name: str) -> Entry:
+        """The entry called ``name``.
+
+        Raises:
+            RegistryError: there is none; the message gives the nearest name and all names.
+        """
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise RegistryError(
+                f"no {self.kind} is called {name!r}.{nearest(name, self._entries)} "
+                f"Registered: {listing(self._entries)}. "
+                f"One of your own is found once its module is named in 'imports'."
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+
+def _place(target: Any) -> str:
+    """``file:line`` of a function or class, as far as Python knows it."""
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):
+        return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', target)}"
+
+
+train_steps = Registry("train step")
+hooks = Registry("hook")
+models = Registry("model")
+datasets = Registry("dataset")
+criteria = Registry("criterion")
+meters = Registry("meter")
+optimizers = Registry("optimizer")
+schedules = Registry("schedule")
+backends = Registry("backend")
+
+
+def register_train_step(
+    name: str,
+    *,
+    whole_model_forward: bool = False,
+    takes: str = "micro_batch",
+    replace: bool = False,
+) -> Callable[[T], T]:
+    """Register a train step: a function of the task, or a class whose instances are called with it.
+
+    Args:
+        name: the name for ``train_step:``.
+        whole_model_forward: the step calls the model as a whole, once per micro-batch, so that
+            a wrapper which reduces gradients while backward runs may be used.
+        takes: ``"micro_batch"``: called once per micro-batch; ``"window"``: called once per
+            window and goes through ``task.window()`` itself.
+        replace: take the place of an earlier entry.
+
+    Raises:
+        RegistryError: the name is taken, or ``takes`` is neither of the two.
+    """
+    if takes not in ("micro_batch", "window"):
+        raise RegistryError(
+            f"train step {name!r}: takes={takes!r} is not allowed; use 'micro_batch' or 'window'."
+        )
+    return train_steps.register(
+        name, replace=replace, whole_model_forward=whole_model_forward, takes=takes
+    )
+
+
+def register_hook(name: str, *, default: bool = False, replace: bool = False) -> Callable[[T], T]:
+    """Register a hook class. ``default``: on when a Python user names no hooks of their own."""
+    return hooks.register(name, replace=replace, default=default)
+
+
+register_model = models.register
+register_dataset = datasets.register
+register_criterion = criteria.register
+register_meter = meters.register
+register_optimizer = optimizers.register
+register_schedule = schedules.register
+register_backend = backends.register

@@ -1,0 +1,139 @@
+"""The run folder: one folder a run owns, with its status, log and lock."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from phaseloop.engine.errors import ConfigError, PhaseloopError
+
+log = logging.getLogger("phaseloop")
+
+STATUS = "status.json"
+RESOLVED = "resolved.yaml"
+LOG = "log.txt"
+ONLY_FILE = {"only_file": True}
+
+
+class RunFolder:
+    """Paths, status and lock of a run's folder.
+
+    Args:
+        path: the folder; made by :meth:`open`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock: IO[str] | None = None
+        self._handler: logging.Handler | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.path / "checkpoints"
+
+    def open(self) -> None:
+        """Make the folder and take its lock; a dead process holds none.
+
+        Raises:
+            ConfigError: the path is a file, or cannot be made or written.
+            PhaseloopError: another process trains in this folder.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 held while the run lasts
+        except OSError as error:
+            raise ConfigError("run.dir", f"{self.path} cannot be used: {error.strerror}") from None
+        try:
+            # lockf and not flock: loader workers, forked later, must not hold it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            raise PhaseloopError(
+                f"another process ({self._lock.read().strip() or 'unknown'}) is training in "
+                f"{self.path}; wait for it, or use another run.dir"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def status(self) -> dict[str, Any]:
+        """What ``status.json`` says; empty when there is none that can be read."""
+        try:
+            found = json.loads((self.path / STATUS).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace ``status.json`` at once, so that no reader sees half of it."""
+        text = json.dumps({**status, "time": round(time.time(), 3)}, indent=1)
+        replace_text(self.path / STATUS, text + "\n")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Replace ``resolved.yaml`` by the configuration in use."""
+        replace_text(self.path / RESOLVED, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def start_log(self) -> None:
+        """Send everything that phaseloop logs to ``log.txt`` too."""
+        self._handler = logging.FileHandler(self.path / LOG)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(self._handler)
+
+    def stop_log(self) -> None:
+        """Close ``log.txt``."""
+        if self._handler is not None:
+            log.removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+
+
+def put_aside(path: Path) -> Path:
+    """Rename an old run's folder to ``NAME.old-1`` (or the next free number); its new path."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small text file by renaming: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints messages to what ``sys.stdout`` is now: a live display may have put itself there.
+
+    A record logged with ``extra=ONLY_FILE`` goes to ``log.txt`` alone.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "only_file", False):
+            return
+        try:
+            text = self.format(record)
+            prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+            print(f"{prefix}{text}", file=sys.stdout, flush=True)
+        except Exception:
+            self.handleError(record)

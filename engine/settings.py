@@ -1,0 +1,59 @@
+"""Settings: plain dataclasses that a configuration fills and Python users make by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phaseloop.engine.errors import ConfigError
+
+
+@dataclass
+class Run:
+    """Where a run lives and how it behaves as a process.
+
+    Args:
+        dir: its folder; None: no folder, nothing is saved.
+        resume: ``auto``: go on from the folder's newest whole checkpoint; ``never``: put an old
+            run's folder aside and start anew; a path: start from that checkpoint.
+        threads: threads of torch's CPU operations; None: as torch chooses.
+        deterministic: only operations that give the same bits each time.
+        grace: seconds from SIGTERM to leaving unsaved, when no border is reached before.
+        log_every: updates from one log point to the next.
+    """
+
+    dir: str | None = None
+    resume: str = "auto"
+    threads: int | None = None
+    deterministic: bool = True
+    grace: float = 8.0
+    log_every: int = 10
+
+    def check(self, key: str = "run") -> None:
+        """Raises ConfigError for a number out of range."""
+        for name, least in {"threads": 1, "grace": 0, "log_every": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{key}.{name}", f"{value} is less than {least}")
+
+
+@dataclass
+class Gradients:
+    """What is done to gradients before the optimizer sees them.
+
+    Args:
+        clip_norm: largest norm over all gradients together: they are scaled by
+            clip_norm / (norm + 1e-6) when that is less than 1 (``clip_grad_norm_``).
+        norm_type: the p of that norm.
+        clip_value: largest absolute value of each element.
+    """
+
+    clip_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+
+    def check(self, key: str = "gradients") -> None:
+        """Raises ConfigError for a bound that is not positive."""
+        for name in ("clip_norm", "clip_value", "norm_type"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{key}.{name}", f"{value} is not greater than 0")

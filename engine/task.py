@@ -1,0 +1,441 @@
+"""Task: everything that one training needs, and what a train step says to it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phaseloop.engine import rng
+from phaseloop.engine.backends import Backend, Single
+from phaseloop.engine.checkpoint.contents import small_state
+from phaseloop.engine.checkpoint.optimizer_state import parameter_names
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.source import Data
+from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError
+from phaseloop.engine.events import Dispatcher
+from phaseloop.engine.gradients import Accumulator, apply_update, optimized
+from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
+from phaseloop.engine.precision import Precision
+from phaseloop.engine.progress import Progress
+from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.registry import train_steps
+from phaseloop.engine.run_folder import RunFolder
+from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.signals import Signals
+from phaseloop.engine.walk import Walk
+
+log = logging.getLogger("phaseloop")
+
+MakeOptimizer = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+
+
+class Task(Walk):
+    """Everything of one training: data, model, loss, optimizers, meters, phases, position.
+
+    Args:
+        model: the network.
+        criterion: called with (output, target), gives the mean loss over the batch, or a mapping
+            of named parts whose sum, or whose entry ``loss``, is the loss.
+        optimizer: an optimizer, several by name, or a function of the model that makes them.
+        train: training data; None: only testing.
+        test: test data: one set, called ``test``, or several by name.
+        phases: length and test cadence.
+        schedule: one schedule, or several for different options of the groups.
+        train_meters, test_meters: name to meter, or to a torchmetrics metric.
+        train_step: name of a registered step, or a step itself.
+        gradients: clipping.
+        precision: ``float32``, ``bfloat16`` (autocast) or ``float64``.
+        backend: how to run; None: this process, on a GPU where there is one.
+        seed: of everything random.
+        run: the run's folder and how it behaves as a process.
+        config: the configuration that the task was made from, as plain Python; kept in every
+            checkpoint and compared on a resume.
+
+    Raises:
+        ConfigError: options that contradict each other or are out of range.
+        DataError: a data set that cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        phases: Phases,
+        criterion: Callable[..., Any] | None = None,
+        optimizer: Optimizer | Mapping[str, Optimizer] | MakeOptimizer | None = None,
+        train: Data | None = None,
+        test: Data | Mapping[str, Data] | None = None,
+        schedule: Schedule | Sequence[Schedule] = (),
+        train_meters: Mapping[str, Any] | None = None,
+        test_meters: Mapping[str, Any] | None = None,
+        train_step: str | Callable[[Any], None] = "standard",
+        gradients: Gradients | None = None,
+        precision: str = "float32",
+        backend: Backend | None = None,
+        seed: int = 0,
+        run: Run | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.run = run or Run()
+        self.seed = seed
+        self.config = dict(config or {})
+        self.bare_model = model
+        self.criterion_module = criterion
+        self.phases = phases
+        self.gradients = gradients or Gradients()
+        self.precision = Precision(precision)
+        self.backend = backend or Single()
+        self.train_data = train
+        self.test_data = {"test": test} if isinstance(test, Data) else dict(test or {})
+        self._check()
+        self.train_step, self.whole_model_forward = _resolve_step(train_step)
+        self.schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
+        self._optimizer = optimizer
+        self.optimizers: dict[str, Optimizer] = {}
+        self.rates: dict[str, Rates] = {}
+        self.loaders = {}
+        self.trainable = []
+        self.meter_sets = {TRAIN: MeterSet(TRAIN, train_meters)}
+        for name in self.test_data:
+            # Every set measures for itself, so each gets meters of its own.
+            self.meter_sets[name] = MeterSet(name, copy.deepcopy(dict(test_meters or {})))
+        self.progress = Progress()
+        self.recorder = Recorder(self.run.log_every)
+        self.signals = Signals(self.run.grace)
+        self.accumulator = Accumulator(1)
+        self.plan = PhasePlan(phases, 0, list(self.test_data))
+        self.hooks = Dispatcher({})
+        self.folder = RunFolder(Path(self.run.dir)) if self.run.dir is not None else None
+        self.test_only = False
+        self.resumed = False
+        self.resumed_from = ""
+        self.origins: list[dict[str, str]] = []
+        self.metrics: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the batches are."""
+        return self.backend.device
+
+    @property
+    def primary(self) -> bool:
+        """This process writes shared files and speaks to the console."""
+        return self.backend.primary
+
+    @property
+    def resumed_here(self) -> bool:
+        """Resumed from a checkpoint of this run, which knows how long the files in the folder were.
+
+        False also where the run was started from another run's checkpoint.
+        """
+        if self.folder is None or not self.resumed:
+            return False
+        return Path(self.resumed_from).resolve().parent == self.folder.checkpoints.resolve()
+
+    @property
+    def where(self) -> float:
+        """Position in the training, in [0, 1): updates done / updates planned."""
+        return self.progress.updates / self.plan.updates if self.plan.updates else 0.0
+
+    @property
+    def meters(self) -> MeterSet:
+        """The meters of the phase at hand."""
+        return self.meter_sets[self.phase.name]
+
+    # --- what a train step says ---
+
+    def next_batch(self) -> Batch:
+        """The micro-batch of this step.
+
+        Raises:
+            NoBatchError: the step has already taken what the plan gives it.
+        """
+        batch = self._pending
+        if batch is None:
+            taken, planned = self.accumulator.taken, len(self.accumulator.window.pieces)
+            raise NoBatchError(
+                f"this step asked for another micro-batch; it gets one per call, and this was "
+                f"number {taken} of {planned} in the window of update "
+                f"{self.progress.updates + 1}"
+            )
+        self._pending = None
+        self.batch = batch
+        return batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for these inputs, in the configured precision."""
+        if self.precision.changes_forward:
+            args, kwargs = self.precision.cast_input((args, kwargs))
+            with self.precision.autocast(self.device):
+                output = self.model(*args, **kwargs)
+            output = self.precision.widen(output)
+        else:
+            output = self.model(*args, **kwargs)
+        self.output = output
+        self.hooks.on_forward(self)
+        return output
+
+    def criterion(self, output: Any, target: Any) -> Tensor:
+        """The mean loss of the micro-batch; meters are updated.
+
+        Raises:
+            ConfigError: the task has no criterion.
+        """
+        if self.criterion_module is None:
+            raise ConfigError("criterion", "this step needs a criterion, and there is none")
+        result = self.criterion_module(output, target)
+        parts: Mapping[str, Tensor] = {} if isinstance(result, Tensor) else result
+        if not parts:
+            loss: Tensor = result
+        elif "loss" in parts:
+            loss = parts["loss"]
+        else:
+            loss = torch.stack([*parts.values()]).sum()
+        self.measure(loss, output, target, parts)
+        return loss
+
+    def measure(
+        self, loss: Tensor, output: Any, target: Any, parts: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Note a loss that the step computed itself; ``criterion`` does this for its own.
+
+        Args:
+            loss: mean over the micro-batch's samples, one element.
+            output, target: what the meters are given.
+            parts: named parts of the loss, each a mean over samples.
+
+        Raises:
+            ConfigError: the loss or a part of it has more than one element.
+        """
+        self.loss = loss
+        weight = self.batch.weight if self.batch is not None else 0
+        if weight:
+            value = _scalar(loss, "criterion")
+            self.meters.update(value, weight, output, target)
+            if self.train:
+                self.recorder.add("loss", value, weight)
+            if parts:
+                self._measure_parts(parts, weight)
+        self.hooks.on_loss_and_meter(self)
+
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
+        """Add this micro-batch's gradients.
+
+        Args:
+            loss: a mean over samples, one element.
+            weight: number of elements that the loss is a mean over, where that is not the number
+                of samples: valid tokens, say. The update is then the mean over all elements of
+                the batch. A loss of weight 0 must still be finite.
+
+        Raises:
+            PhaseloopError: called in a test phase, or before the step took its batch.
+        """
+        batch = self.batch
+        if not self.train or batch is None:
+            raise PhaseloopError(
+                "backward() belongs after next_batch() in a train phase; "
+                "guard it with `if task.train:`"
+            )
+        self.accumulator.weigh(loss, batch, weight).backward()  # type: ignore[no-untyped-call]
+        self.hooks.on_backward(self)
+
+    def update(self) -> None:
+        """Move the parameters, if the window is full; before that, nothing."""
+        if self.train and self.accumulator.full and not self.accumulator.applied:
+            apply_update(self)
+
+    # --- what hooks and steps may also say ---
+
+    def record(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
+        """Log a scalar: the mean since the last log point, weighted.
+
+        A tensor stays on the device until the log point; a tensor with a graph is detached.
+
+        Raises:
+            ConfigError: the tensor has more than one element.
+        """
+        if isinstance(value, Tensor):
+            self.recorder.add(name, _scalar(value, f"record({name!r})"), weight)
+        else:
+            self.recorder.add(name, torch.tensor(float(value), device=self.device), weight)
+
+    def skip_update(self, reason: str) -> None:
+        """In ``on_gradients``: leave the parameters as they are at this window."""
+        self.skip_reason = reason
+
+    def compute_metrics(self) -> None:
+        """Sync the meters of the phase at hand over processes and read them, once per phase."""
+        self.phase.metrics = self.meters.compute()
+        self.metrics.update(self.phase.metrics)
+        for name, value in self.phase.metrics.items():
+            self._keep_best(name, value)
+
+    def direction(self, metric: str) -> bool | None:
+        """Whether a higher value of a metric (``test/accuracy``) is better; None: not known."""
+        meters = self.meter_sets.get(metric.split("/")[0])
+        return meters.direction(metric) if meters is not None else None
+
+    def raw_state(self) -> dict[str, Any]:
+        """The model's own parameters and buffers by the bare model's names."""
+        return self.bare_model.state_dict()
+
+    def parameter_names(self) -> dict[int, str]:
+        """``id`` of every parameter to its name; the criterion's begin with ``criterion.``."""
+        modules = {"": self.bare_model}
+        if isinstance(self.criterion_module, nn.Module):
+            modules["criterion"] = self.criterion_module
+        return parameter_names(modules)
+
+    @property
+    def at_border(self) -> bool:
+        """Every window is closed: the state is whole and may be saved."""
+        return self.accumulator.closed or not self.train
+
+    # --- start ---
+
+    def build(self) -> None:
+        """Put everything on the device and plan the run; reads no sample."""
+        self.backend.setup()
+        self.precision.prepare(self.bare_model)
+        self.model = self.backend.prepare_model(self.bare_model)
+        if isinstance(self.criterion_module, nn.Module):
+            self.criterion_module.to(self.device)
+        for meters in self.meter_sets.values():
+            meters.to(self.device)
+        self.optimizers = self._make_optimizers()
+        self.trainable = optimized(self.optimizers)
+        self.parameter_names()
+        self.accumulator = Accumulator(self.backend.world_size)
+        self._make_loaders()
+        trains = TRAIN in self.loaders and not self.test_only
+        windows = self.loaders[TRAIN].windows if trains else 0
+        self.plan = PhasePlan(self.phases, windows, list(self.test_data))
+        for schedule in self.schedules:
+            schedule.plan(self.plan.updates, self.plan.epochs)
+        self.rates = {
+            name: Rates(optimizer, self.schedules) for name, optimizer in self.optimizers.items()
+        }
+
+    def seed_all(self) -> None:
+        """Start every generator of this process afresh, from the seed and the rank alone."""
+        seed = rng.mix(self.seed, rng.START, self.backend.rank)
+        rng.seed_host(seed)
+        self.backend.seed_device(seed)
+
+    def small_state(self) -> dict[str, Any]:
+        """Copies of everything of a checkpoint that a test phase may change."""
+        return copy.deepcopy(small_state(self))
+
+    def forget_test_draws(self) -> None:
+        """Set every generator to where the test phase found it.
+
+        So the training is the same however often it is tested, whatever a test draws.
+        """
+        if self.test_entry is not None:
+            states = self.test_entry["rng"][self.backend.rank]
+            rng.set_host_state(states["host"])
+            self.backend.set_rng_state(states["device"])
+
+    def close(self) -> None:
+        """End worker processes and leave the other processes."""
+        for loader in self.loaders.values():
+            loader.close()
+        self.backend.teardown()
+
+    def _check(self) -> None:
+        self.phases.check()
+        self.gradients.check()
+        self.run.check()
+        if TRAIN in self.test_data:
+            raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
+        if self.train_data is None and not self.test_data:
+            raise ConfigError("data", "there is neither training nor test data")
+        if self.train_data is not None:
+            self.train_data.check("data.train")
+        for name, data in self.test_data.items():
+            data.check("data.test" if name == "test" else f"data.test.{name}")
+
+    def _make_optimizers(self) -> dict[str, Optimizer]:
+        given = self._optimizer
+        if given is None:
+            if self.train_data is not None:
+                raise ConfigError("optimizer", "training needs an optimizer")
+            return {}
+        made = given if isinstance(given, (Optimizer, Mapping)) else given(self.bare_model)
+        named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
+        return {name: self.backend.prepare_optimizer(o) for name, o in named.items()}
+
+    def _make_loaders(self) -> None:
+        training = {} if self.train_data is None else {TRAIN: self.train_data}
+        # Numbered among its kind: a test draws the same whether there is training data or not.
+        sources = [*enumerate(training.items()), *enumerate(self.test_data.items())]
+        for number, (name, data) in sources:
+            self.loaders[name] = Loader(
+                data,
+                train=name == TRAIN,
+                source=number,
+                seed=self.seed,
+                device=self.device,
+                world_size=self.backend.world_size,
+                rank=self.backend.rank,
+            )
+        train = self.train_data
+        if train is not None and len(train.dataset) < train.batch_size:
+            log.warning(
+                "data.train: %d samples are fewer than batch_size %d: each epoch is one smaller "
+                "update",
+                len(train.dataset),
+                train.batch_size,
+            )
+
+    def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
+        named = {
+            name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"
+        }
+        self.meters.add_parts(named, weight)
+        if self.train:
+            for name, part in named.items():
+                self.recorder.add(f"loss/{name}", part, weight)
+
+    def _keep_best(self, name: str, value: float) -> None:
+        higher = self.direction(name)
+        if higher is None or value != value:  # a NaN is never best
+            return
+        best = self.best.get(name)
+        if best is None or (value > best if higher else value < best):
+            self.best[name] = value
+
+
+def _scalar(value: Tensor, key: str) -> Tensor:
+    """``value`` without its graph, in shape []."""
+    if value.dim() == 0:
+        return value.detach()
+    if value.numel() != 1:
+        raise ConfigError(
+            key, f"a tensor of shape {list(value.shape)} is not one number; take its mean"
+        )
+    return value.detach().reshape(())
+
+
+def _resolve_step(step: str | Callable[[Any], None]) -> tuple[Callable[[Any], None], bool]:
+    """The step to call, and whether it declared to call the model as a whole."""
+    if isinstance(step, str):
+        entry = train_steps.get(step)
+        made = entry.target() if isinstance(entry.target, type) else entry.target
+        return made, bool(entry.declared["whole_model_forward"])
+    if not callable(step):
+        raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
+    declared = next((e for e in train_steps if e.target in (step, type(step))), None)
+    return step, bool(declared and declared.declared["whole_model_forward"])

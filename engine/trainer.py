@@ -1,0 +1,253 @@
+"""Trainer: the loop. Everything else is a task, a train step or a hook."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phaseloop.engine import registry
+from phaseloop.engine.checkpoint import contents, resume
+from phaseloop.engine.checkpoint.store import Saved
+from phaseloop.engine.environment import Environment
+from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.events import Dispatcher, Hook
+from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
+from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: ``finished``, ``stopped`` (by a signal or a request) or ``failed``.
+        reason: why, in words.
+        signal: number of the signal that stopped it, or None.
+        updates: updates made, over all interruptions.
+        seconds: wall time of this process's part.
+        final: the last value of every metric.
+        best: the best value of every metric whose direction is known.
+    """
+
+    status: str
+    reason: str = ""
+    signal: int | None = None
+    updates: int = 0
+    seconds: float = 0.0
+    final: Mapping[str, float] = field(default_factory=dict)
+    best: Mapping[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Walks a task through its phases.
+
+    Args:
+        task: what to train.
+        hooks: instance name to hook; None: those that are registered as defaults.
+
+    Raises:
+        ConfigError: ``hooks`` is None and no hooks are registered.
+    """
+
+    def __init__(self, task: Task, hooks: Mapping[str, Hook] | None = None) -> None:
+        self.task = task
+        self.hooks = Dispatcher(_default_hooks() if hooks is None else hooks)
+        self._started = 0.0
+        self._start_from: Saved | None = None
+        self._begun = False
+
+    def train(self) -> Outcome:
+        """Train from where the run's folder stands to the end.
+
+        Returns:
+            How it ended: finished, or stopped by a signal or a request.
+
+        Raises:
+            Whatever user code raised; hooks have seen it, and ``status.json`` says failed.
+        """
+        return self._run()
+
+    def test(self, saved: Saved) -> Outcome:
+        """Run every test set once on the weights of a checkpoint; the run's folder is not touched.
+
+        Args:
+            saved: a verified checkpoint.
+        """
+        self.task.folder = None
+        self.task.test_only = True
+        self._start_from = saved
+        return self._run()
+
+    def _run(self) -> Outcome:
+        self._started = time.monotonic()
+        life = _Life(self.task)
+        try:
+            life.begin()
+            self._start()
+            self._walk()
+            outcome = self._outcome("stopped" if self.task.stop_reason else "finished")
+        except BaseException as error:
+            self._fail(error)
+            raise
+        else:
+            return self._end(outcome)
+        finally:
+            life.end()
+
+    def _walk(self) -> None:
+        """The loop."""
+        task, hooks, train_step = self.task, self.hooks, self.task.train_step
+        while task.advance_phase():
+            if task.phase.fresh:
+                task.phase.fresh = False
+                hooks.on_phase_start(task)
+            while task.has_batch():
+                if not task.step_is_empty:  # a collate function that gave None is skipped
+                    train_step(task)
+                task.commit()
+                hooks.on_step(task)
+            if task.phase.done:
+                hooks.on_phase_end(task)
+
+    def _start(self) -> None:
+        """Build; restore model, optimizers, progress; on_start; hooks; random states."""
+        task, hooks = self.task, self.hooks
+        task.hooks = hooks
+        task.build()
+        saved = self._start_from or resume.find(task)
+        state = contents.restore(task, saved) if saved is not None else None
+        task.resumed = state is not None
+        if saved is not None and state is not None:
+            task.resumed_from = str(saved.path)
+            log.info("%s %s", "testing" if task.test_only else "continuing from", saved.path)
+            resume.warn_about_environment(task, state)
+            resume.warn_about_length(task, state)
+        else:
+            task.seed_all()
+        self._begun = True
+        if task.folder is not None and task.primary:
+            task.folder.write_status(_status(self._outcome("running")))
+            if task.config:
+                task.folder.write_config(task.config)
+        hooks.on_start(task)
+        if task.test_only:
+            task.metrics, task.best = {}, {}
+            task.make_tests_due()
+        elif state is not None:
+            for name in hooks.load_state_dict(state["hooks"]):
+                log.warning("the checkpoint holds state of a hook %r that is not in use", name)
+            hooks.on_resume(task)
+            contents.restore_random(task, state)
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        errors = self.hooks.call_isolated("on_end", self.task, outcome)
+        if errors:
+            self._write_status(self._outcome("failed", _describe(errors[0])))
+            for error in errors[1:]:
+                log.error("also, in on_end: %s", _describe(error))
+            raise errors[0]
+        self._write_status(outcome)
+        return outcome
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the hooks; an error of theirs hides neither the first nor the others' calls."""
+        task = self.task
+        outcome = self._outcome("failed", _describe(error))
+        hint = _hint(error)
+        # Whoever called says what is wrong with a configuration; twice would be once too often.
+        extra = ONLY_FILE if isinstance(error, ConfigError) else None
+        log.error("%s%s", outcome.reason, f" ({hint})" if hint else "", extra=extra)
+        if self._begun:  # else nothing of the run in the folder has changed: what it says stands
+            later = self.hooks.call_isolated("on_exception", task, error)
+            later += self.hooks.call_isolated("on_end", task, outcome)
+            for other in later:
+                log.error("also, while ending: %s", _describe(other))
+            self._write_status(outcome)
+
+    def _write_status(self, outcome: Outcome) -> None:
+        if self.task.folder is not None and self.task.primary:
+            self.task.folder.write_status(_status(outcome))
+
+    def _outcome(self, status: str, reason: str = "") -> Outcome:
+        task = self.task
+        return Outcome(
+            status=status,
+            reason=reason or task.stop_reason,
+            signal=task.signals.received,
+            updates=task.progress.updates,
+            seconds=time.monotonic() - self._started,
+            final=dict(task.metrics),
+            best=dict(task.best),
+        )
+
+
+class _Life:
+    """What surrounds a run in its process: folder, log, signals, settings; all put back."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._environment = Environment(task.run)
+        self._console = ConsoleHandler() if task.primary and not log.handlers else None
+        self._level = log.level
+
+    def begin(self) -> None:
+        task = self._task
+        log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+        if self._console is not None:
+            log.addHandler(self._console)
+        if task.folder is not None:
+            resume.open_folder(task.folder, task.run.resume)
+            task.folder.start_log()
+        task.signals.install()
+        self._environment.apply()
+
+    def end(self) -> None:
+        task = self._task
+        task.leave_phase()
+        task.close()
+        self._environment.put_back()
+        task.signals.restore()
+        if task.folder is not None:
+            task.folder.stop_log()
+            task.folder.close()
+        if self._console is not None:
+            log.removeHandler(self._console)
+        log.setLevel(self._level)
+
+
+def _default_hooks() -> dict[str, Hook]:
+    found = {entry.name: entry.target() for entry in registry.hooks if entry.declared["default"]}
+    if not found:
+        raise ConfigError("hooks", "none are registered: import phaseloop.hooks, or pass hooks={}")
+    return found
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _hint(error: BaseException) -> str:
+    if "deterministic" in str(error) and isinstance(error, RuntimeError):
+        return "run.deterministic=false allows operations without a deterministic form"
+    return ""
+
+
+def _status(outcome: Outcome) -> dict[str, object]:
+    return {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "updates": outcome.updates,
+        "seconds": round(outcome.seconds, 3),
+        "final": _plain(outcome.final),
+        "best": _plain(outcome.best),
+    }
+
+
+def _plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no word for NaN and infinities: they are written as strings."""
+    finite = (float("-inf"), float("inf"))
+    return {k: v if finite[0] < v < finite[1] else str(v) for k, v in metrics.items()}

@@ -1,0 +1,290 @@
+"""Walking through the phases: which comes next, which batch comes next, and what a step moves.
+
+All that a run's position consists of is moved here, in :meth:`Walk.commit` and at the borders of
+phases, so that nothing can ever be saved half-moved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.plan import Window
+from phaseloop.engine.gradients import Accumulator, apply_update, clear
+from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
+from phaseloop.engine.progress import Progress
+from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.signals import Interrupted, Signals
+
+if TYPE_CHECKING:
+    from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+
+class Walk:
+    """The part of a task that moves.
+
+    Attributes:
+        phase: the phase at hand.
+        train: it is a train phase.
+        updated: this step closed an update that counted.
+        loss: the step's loss; detached by ``commit``.
+        output: the model's output, until the end of the step.
+        batch: the batch that the step took.
+        stop_reason: why the run is to stop; empty: it is not.
+        test_entry: in a test phase, the small state from just before it.
+        changed: something has moved since the last checkpoint was written or read.
+    """
+
+    progress: Progress
+    plan: PhasePlan
+    loaders: dict[str, Loader]
+    meter_sets: dict[str, MeterSet]
+    recorder: Recorder
+    accumulator: Accumulator
+    signals: Signals
+    model: nn.Module
+    trainable: list[nn.Parameter]
+
+    def __init__(self) -> None:
+        self.phase = Phase(TRAIN, True, 0, 0)
+        self.train = True
+        self.updated = False
+        self.loss: torch.Tensor | None = None
+        self.output: Any = None
+        self.batch: Batch | None = None
+        self.gradient_norm: torch.Tensor | None = None
+        self.skip_reason: str | None = None
+        self.stop_reason = ""
+        self.carry: Any = None
+        self.step_is_empty = False
+        self.test_entry: dict[str, Any] | None = None
+        self._pending: Batch | None = None
+        self._batches: Iterator[tuple[Window, Batch | None]] | None = None
+        self._train_phase: Phase | None = None
+        self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
+        self._train_flags: list[tuple[nn.Module, bool]] = []
+        self.changed = False
+
+    # --- between phases ---
+
+    def advance_phase(self) -> bool:
+        """Go to the next phase, or back into an interrupted one; False: the run is over."""
+        if self.stopping:
+            return False
+        self.leave_phase()
+        if self.progress.tests_due:
+            self._enter_test(self.progress.tests_due[0])
+        elif self.progress.epoch_open:
+            self._enter_train()
+        elif self.plan.train_is_over(self.progress):
+            return False
+        else:
+            self._begin_epoch()
+            self._enter_train()
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to do: every update made, every test run."""
+        progress = self.progress
+        return (
+            self.plan.train_is_over(progress) and not progress.epoch_open and not progress.tests_due
+        )
+
+    @property
+    def stopping(self) -> bool:
+        """A stop was agreed: by a signal, or by a request that was not too early."""
+        if self.signals.received is not None:
+            self.signals.reached_border()
+            self.stop_reason = self.stop_reason or self.signals.name()
+        return bool(self.stop_reason)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the run to stop at the next border.
+
+        A request before the minimum of epochs or updates is logged and dropped; who asked asks
+        again while the reason holds.
+        """
+        if self.plan.below_minimum(self.progress):
+            log.info("a stop was asked for before phases.min_epochs and min_updates: %s", reason)
+        elif not self.stop_reason:
+            self.stop_reason = reason
+
+    def _begin_epoch(self) -> None:
+        progress = self.progress
+        progress.epoch += 1
+        progress.windows = 0
+        progress.epoch_open = True
+        self.meter_sets[TRAIN].reset()
+        self.carry = None
+        self._train_batches = None
+        self._train_phase = Phase(TRAIN, True, progress.epoch, self.plan.windows_per_epoch)
+
+    def _enter_train(self) -> None:
+        progress = self.progress
+        if self._train_phase is None:  # in a new process, in the middle of an epoch
+            self._train_phase = Phase(
+                TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows, False
+            )
+        self.phase = self._train_phase
+        self.train = True
+        self._batches = self._train_batches
+        torch.set_grad_enabled(True)
+
+    def _enter_test(self, name: str) -> None:
+        # A checkpoint made inside a test is one made before it: the test is run again as a whole.
+        self.test_entry = self.small_state()
+        self._train_flags = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        self.meter_sets[name].reset()
+        self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
+        self.train = False
+        self._batches = None
+        torch.set_grad_enabled(False)
+
+    def leave_phase(self) -> None:
+        """Put everything back that the phase at hand changed for itself."""
+        if self.train:
+            self._train_batches = self._batches
+        self._batches = None
+        for module, flag in self._train_flags:
+            module.training = flag
+        self._train_flags = []
+        self.test_entry = None
+        torch.set_grad_enabled(True)
+
+    def _finish_phase(self) -> None:
+        """The phase at hand is done; its phase-end hooks are called next."""
+        progress = self.progress
+        self.changed = True
+        if self.train:
+            progress.epoch_open = False
+            self._train_phase = self._batches = None
+            if self.plan.test_due_at_epoch_end(progress):
+                self.make_tests_due()
+        else:
+            progress.tests_due = progress.tests_due[1:]
+            self.forget_test_draws()
+            self.test_entry = None
+
+    def make_tests_due(self) -> None:
+        """Every test set is run before training goes on."""
+        self.progress.tests_due = list(self.plan.test_sets)
+        self.progress.tested_at = self.progress.updates
+
+    # --- between batches ---
+
+    def has_batch(self) -> bool:
+        """Fetch the next micro-batch; False: the phase is done, a test is due, or a stop agreed."""
+        self.output = self.batch = None
+        self.updated = False
+        self.recorder.begin_step()
+        if self.accumulator.closed and not self._goes_on():
+            return False
+        return self._fetch()
+
+    def _goes_on(self) -> bool:
+        phase = self.phase
+        if phase.position >= phase.windows or (
+            self.train and self.plan.last_update_done(self.progress)
+        ):
+            phase.done = True
+            self._finish_phase()
+            return False
+        return not (self.stopping or (self.train and self.progress.tests_due))
+
+    def _fetch(self) -> bool:
+        if self._batches is None:
+            progress, phase = self.progress, self.phase
+            first = progress.windows if phase.train else 0
+            self._batches = self.loaders[phase.name].batches(
+                progress.epoch, progress.roll_backs, first
+            )
+        accumulator = self.accumulator
+        try:
+            # Only with the window closed is there a border to stop at without this batch.
+            self.signals.waiting = accumulator.closed
+            window, batch = next(self._batches)
+        except Interrupted:
+            self._batches = None
+            self.loaders[self.phase.name].put_back()
+            return False
+        finally:
+            self.signals.waiting = False
+        if accumulator.closed:
+            accumulator.begin(window)
+        accumulator.taken += 1
+        self._pending = batch
+        self.step_is_empty = batch is None
+        return True
+
+    # --- after a step ---
+
+    def commit(self: Task) -> None:  # type: ignore[misc]
+        """Move everything that a step moves: the one place where progress changes."""
+        if self.loss is not None:
+            self.loss = self.loss.detach()
+        self._pending = None
+        accumulator = self.accumulator
+        if not self.train:
+            if accumulator.full:
+                accumulator.closed = True
+                self.phase.position += 1
+            return
+        progress = self.progress
+        self.changed = True
+        progress.steps += 1
+        if not accumulator.full:
+            return
+        if not accumulator.applied:
+            self._close_short_window()
+        accumulator.closed = True
+        progress.windows += 1
+        progress.samples += accumulator.window.samples
+        self.phase.position += 1
+        if self.updated:
+            progress.updates += 1
+            progress.saves = 0
+            self.recorder.tick(progress.updates)
+            if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
+                self.make_tests_due()
+        else:
+            progress.skipped += 1
+            self._note_skip()
+
+    def _close_short_window(self: Task) -> None:  # type: ignore[misc]
+        """The window's last micro-batch had no part in it; the others may have had."""
+        if self.accumulator.has_gradients:
+            apply_update(self)
+        else:
+            self.skip_reason = "no micro-batch of it gave a loss"
+            clear(self.trainable)
+
+    def _note_skip(self) -> None:
+        update = self.progress.updates + 1
+        reason = self.skip_reason or "unknown"
+        log.warning("update %d was skipped: %s", update, reason)
+        self.recorder.event("skip", update=update, reason=reason)
+
+    def evaluating(self) -> list[nn.Module]:
+        """Modules that are in evaluation mode in training, such as a frozen batch norm."""
+        if self._train_flags:
+            return [module for module, flag in self._train_flags if not flag]
+        return [module for module in self.model.modules() if not module.training]
+
+    def forget_test_draws(self) -> None:
+        """Set every generator to where the test phase found it; implemented by the task."""
+        raise NotImplementedError
+
+    def small_state(self) -> dict[str, Any]:
+        """Everything of a checkpoint that a test phase may change; implemented by the task."""
+        raise NotImplementedError

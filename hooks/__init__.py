@@ -1,0 +1,52 @@
+"""Hooks: one a file, registered by name. A hook talks to the task, never to another hook."""
+
+if not __name__.startswith("phaseloop."):
+    raise ImportError("import phaseloop.hooks, not hooks: a second copy has registries of its own")
+
+from phaseloop.engine import registry
+from phaseloop.engine.events import Hook
+from phaseloop.hooks import (
+    barrier,
+    checkpoint,
+    console,
+    curves,
+    early_stop,
+    learning_rate,
+    meter_sync,
+    metrics_file,
+    model_summary,
+    non_finite,
+    progress,
+    tensorboard,
+)
+
+
+def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
+    """The hooks that are on by default, by instance name.
+
+    Args:
+        changes: instance name to a hook that is added or takes the place of the default of that
+            name, or to None, which leaves it out.
+    """
+    hooks: dict[str, Hook | None] = {
+        entry.name: entry.target() for entry in registry.hooks if entry.declared["default"]
+    }
+    hooks.update(changes)
+    return {name: hook for name, hook in hooks.items() if hook is not None}
+
+
+__all__ = [
+    "barrier",
+    "checkpoint",
+    "console",
+    "curves",
+    "default_hooks",
+    "early_stop",
+    "learning_rate",
+    "meter_sync",
+    "metrics_file",
+    "model_summary",
+    "non_finite",
+    "progress",
+    "tensorboard",
+]

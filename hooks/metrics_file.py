@@ -1,0 +1,85 @@
+"""Hook ``metrics_file``: every row as a line of JSON in ``metrics.jsonl``."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.registry import register_hook
+from phaseloop.engine.task import Task
+
+
+@register_hook("metrics_file", default=True)
+class MetricsFile(Hook):
+    """One line per log point, one per phase end, one per event such as a skipped update.
+
+    A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
+    update is in it once, whatever happened in between. NaN and infinities are written as strings.
+
+    Args:
+        file: its name in the run's folder.
+    """
+
+    order = Order.LOG
+    only_watches = True
+
+    def __init__(self, file: str = "metrics.jsonl") -> None:
+        self.file = file
+        self._open: IO[bytes] | None = None
+        self._path: Path | None = None
+
+    def on_start(self, task: Task) -> None:
+        if task.folder is None or not task.primary:
+            return
+        self._path = Path(task.folder.path) / self.file
+        # Unbuffered, so that a whole line is in the file or none of it.
+        self._open = open(self._path, "ab", buffering=0)  # noqa: SIM115 held while the run lasts
+        if not task.resumed_here:
+            self._open.truncate(0)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._open is not None:
+            size = os.fstat(self._open.fileno()).st_size
+            self._open.truncate(min(size, state["bytes"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        # By path: the last checkpoint of a run is made when this hook has closed the file.
+        return {} if self._path is None else {"bytes": self._path.stat().st_size}
+
+    def on_step(self, task: Task) -> None:
+        if task.recorder.events:
+            self._write_events(task)
+        if task.recorder.due and task.train:
+            self._write(self._position(task) | task.recorder.row())
+
+    def on_phase_end(self, task: Task) -> None:
+        self._write_events(task)
+        metrics = task.phase.metrics
+        if metrics:
+            self._write(self._position(task) | {"time": round(time.time(), 3)} | metrics)
+
+    def on_end(self, task: Task, outcome: Any) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _write_events(self, task: Task) -> None:
+        for event in task.recorder.events:
+            self._write({"phase": task.phase.name, **event})
+
+    @staticmethod
+    def _position(task: Task) -> dict[str, Any]:
+        progress = task.progress
+        return {"phase": task.phase.name, "update": progress.updates, "epoch": progress.epoch}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._open is None:
+            return
+        plain = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        self._open.write(json.dumps(plain).encode() + b"\n")

@@ -1,0 +1,116 @@
+"""Hook ``tensorboard``: scalars as TensorBoard event files in the run's folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.registry import register_hook
+from phaseloop.engine.task import Task
+from phaseloop.engine.trainer import Outcome
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@register_hook("tensorboard", default=True)
+class TensorBoard(Hook):
+    """Log points under ``train/loss``, ``lr`` and so on; metrics under ``test/accuracy`` and
+    ``epoch/train/loss``; all over the number of updates.
+
+    A resume tells TensorBoard to drop what the interrupted run wrote after the checkpoint; old
+    event files stay as they are. Rows of the checkpoint's own update come in several writes (log
+    point, end of the epoch, tests), and the checkpoint may have been made between them: so it
+    keeps those that it had, they are dropped and written once more.
+
+    Args:
+        folder: name of the folder in the run's folder.
+    """
+
+    order = Order.LOG
+    only_watches = True
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        self.folder = folder
+        self._writer: SummaryWriter | None = None
+        self._update = 0
+        self._scalars: dict[str, float] = {}  # written at that update
+
+    def on_start(self, task: Task) -> None:
+        if task.folder is None or not task.primary:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = Path(task.folder.path) / self.folder
+        _wait_for_a_later_name(path)
+        # Without a checkpoint to resume from, a run that was killed early may still have left rows.
+        purge = task.progress.updates + 1 if task.resumed else 0
+        self._writer = SummaryWriter(str(path), purge_step=purge)
+
+    def state_dict(self) -> dict[str, Any]:
+        # A resume does not write again what the checkpoint counts as written: to the file with it.
+        if self._writer is not None:
+            self._writer.flush()
+        return {"update": self._update, "scalars": dict(self._scalars)} if self._scalars else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._update, self._scalars = state["update"], dict(state["scalars"])
+        if self._writer is not None:
+            _drop_from(self._writer, self._update)
+            self._write(self._scalars)
+
+    def on_step(self, task: Task) -> None:
+        if task.recorder.due and task.train and self._writer is not None:
+            self._add(task, {_tag(k): v for k, v in task.recorder.row().items() if k != "time"})
+
+    def on_phase_end(self, task: Task) -> None:
+        prefix = "epoch/" if task.train else ""  # train/loss is the curve of the log points
+        self._add(task, {f"{prefix}{name}": v for name, v in task.phase.metrics.items()})
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_end(self, task: Task, outcome: Outcome) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, task: Task, scalars: Mapping[str, float]) -> None:
+        if self._writer is None:
+            return
+        if self._update != task.progress.updates:
+            self._update, self._scalars = task.progress.updates, {}
+        self._scalars.update(scalars)
+        self._write(scalars)
+
+    def _write(self, scalars: Mapping[str, float]) -> None:
+        assert self._writer is not None
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, self._update)
+
+
+def _tag(name: str) -> str:
+    """The loss and its parts are the training's; other recorded names stand for themselves."""
+    return f"train/{name}" if name == "loss" or name.startswith("loss/") else name
+
+
+def _drop_from(writer: SummaryWriter, update: int) -> None:
+    """Tell readers to forget everything from ``update`` on, as ``purge_step`` does."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    start = SessionLog(status=SessionLog.START)
+    writer._get_file_writer().add_event(Event(session_log=start), step=update)
+
+
+def _wait_for_a_later_name(path: Path) -> None:
+    """Readers take event files in the order of their names: second, host, process. Where another
+    file was made in this very second and its name sorts after ours, wait for the next second."""
+    second = int(time.time())
+    stem = f"events.out.tfevents.{second:010d}."
+    mine = f"{stem}{socket.gethostname()}.{os.getpid()}"
+    if any(p.name.rsplit(".", 1)[0] > mine for p in path.glob(f"{stem}*")):
+        time.sleep(max(0.0, second + 1 - time.time()))

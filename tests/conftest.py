@@ -1,0 +1,34 @@
+"""One torch thread for every test, and torch's global settings as they were after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Time limits per example say more about a busy machine than about the code.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def torch_settings() -> Iterator[None]:
+    """One thread; whatever a test leaves changed is put back, so that none depends on another."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    dtype = torch.get_default_dtype()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.benchmark = benchmark
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(True)

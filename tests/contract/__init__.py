@@ -1,0 +1,1 @@
+"""The contract: behaviours with numbers, one test or more for each id."""

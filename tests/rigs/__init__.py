@@ -1,0 +1,1 @@
+"""Rigs: tiny trainings whose outcome can be worked out by hand, and probes to look inside."""

@@ -1,0 +1,98 @@
+"""Tiny: a training of milliseconds for the command line: R1's network on 40 samples.
+
+A command line names it by ``imports: [tests.rigs.tiny]`` and ``config=tiny`` (see ``cli.py``).
+"""
+
+import os
+import random
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from phaseloop import Hook, Order, register_dataset, register_hook, register_model
+
+SAMPLES = 40
+
+
+@register_dataset("tiny_data")
+class TinyData(Dataset):
+    """40 samples: four numbers, shifted at random, and whether their sum is positive.
+
+    Args:
+        samples: how many.
+        seconds: time that each read takes.
+        marker: a file that is made when the data set is opened.
+    """
+
+    def __init__(self, samples: int = SAMPLES, seconds: float = 0.0, marker: str = "") -> None:
+        if marker:
+            with open(marker, "w"):
+                pass
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(samples, 4, generator=generator)
+        self.targets = (self.inputs.sum(1) > 0).long()
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.inputs[index] + random.gauss(0, 0.01), self.targets[index]
+
+
+@register_model("tiny_model")
+class TinyModel(nn.Sequential):
+    """Linear, ReLU, dropout, linear."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
+
+
+@register_hook("tiny_probe")
+class Probe(Hook):
+    """Appends a line per update to a file: number, learning rate, a draw; and says when to wait.
+
+    Args:
+        file: where the lines go.
+        wait_at: after this update, make ``file.waiting`` and sleep in short naps.
+        wait_in_test: the same in the first step of a test phase instead.
+    """
+
+    order = Order.DEFAULT
+    only_watches = True
+
+    def __init__(self, file: str, wait_at: int | None = None, wait_in_test: bool = False) -> None:
+        self.file = file
+        self.wait_at = wait_at
+        self.wait_in_test = wait_in_test
+
+    def on_step(self, task) -> None:
+        if not task.train:
+            if self.wait_in_test:
+                self._wait()
+            return
+        if task.updated:
+            rate = task.optimizers["optimizer"].param_groups[0]["lr"]
+            with open(self.file, "a") as file:
+                file.write(f"{task.progress.updates} {rate!r} {random.random()!r}\n")
+            if task.progress.updates == self.wait_at:
+                self._wait()
+
+    def _wait(self) -> None:
+        open(f"{self.file}.waiting", "w").close()
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not os.path.exists(f"{self.file}.go"):
+            time.sleep(0.01)
+
+
+@register_hook("tiny_fault")
+class Fault(Hook):
+    """Raises ``ValueError("planted fault")`` after update 3."""
+
+    def on_step(self, task) -> None:
+        if task.progress.updates == 3:
+            raise ValueError("planted fault")

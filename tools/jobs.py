@@ -1,0 +1,89 @@
+"""The jobs of the command line, once the configuration's keys are right: train, test, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import phaseloop.train_steps  # noqa: F401 registers the steps
+from phaseloop.engine.checkpoint import contents, store
+from phaseloop.engine.config.build import Built, build
+from phaseloop.engine.config.schema import DataSets, Schema
+from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.events import Hook
+from phaseloop.engine.run_folder import RunFolder, replace_text
+from phaseloop.engine.trainer import Trainer
+from phaseloop.hooks.checkpoint import Checkpoint
+from phaseloop.tools.plan import show_plan
+
+log = logging.getLogger("phaseloop")
+
+_SIGNALLED = 128
+_WHILE_TESTING = ("meter_sync", "barrier", "progress")
+
+
+def run(schema: Schema) -> int:
+    """Do what the configuration asks for; the exit code."""
+    if schema.only == "test":
+        return _test(schema)
+    built = build(schema)
+    if schema.plan:
+        show_plan(built)
+        return 0
+    outcome = Trainer(built.task, built.hooks).train()
+    return _SIGNALLED + outcome.signal if outcome.signal is not None else 0
+
+
+def _test(schema: Schema) -> int:
+    """Test the weights of a checkpoint of the run; ``test.json`` says what came out."""
+    folder = RunFolder(Path(schema.run.dir or "."))
+    built = build(_without_training(schema))
+    if not built.task.test_data:
+        raise ConfigError("data.test", "only=test needs test data")
+    saved = _weights(schema.weights, folder, built)
+    hooks: dict[str, Hook] = {
+        name: hook for name, hook in built.hooks.items() if name in _WHILE_TESTING
+    }
+    outcome = Trainer(built.task, hooks).test(saved)
+    if outcome.signal is not None:
+        return _SIGNALLED + outcome.signal
+    result = {"weights": saved.path.name, "updates": outcome.updates, "metrics": outcome.final}
+    text = json.dumps(result, indent=1)
+    replace_text(folder.path / "test.json", text + "\n")
+    print(text)
+    return 0
+
+
+def _without_training(schema: Schema) -> Schema:
+    return dataclasses.replace(
+        schema, data=DataSets(test=schema.data.test), optimizer=None, schedule=None
+    )
+
+
+def _weights(which: str, folder: RunFolder, built: Built) -> store.Saved:
+    """The checkpoint that ``weights`` means."""
+    checkpoints = store.Store(folder.checkpoints)
+    try:
+        if which not in ("best", "newest"):
+            return store.verified(Path(which).absolute())
+        newest = next(checkpoints.whole(set_aside=False), None)
+        if newest is None:
+            raise ConfigError("run.dir", f"{folder.path} holds no checkpoint to test")
+        return newest if which == "newest" else _best(checkpoints, newest, built)
+    except CheckpointError as error:
+        raise ConfigError(
+            "weights", f"{error}; use best, newest, or a checkpoint's folder"
+        ) from None
+
+
+def _best(checkpoints: store.Store, newest: store.Saved, built: Built) -> store.Saved:
+    states = store.load(newest, contents.STATE)["hooks"]
+    for name, hook in built.hooks.items():
+        best = states.get(name, {}).get("best") if isinstance(hook, Checkpoint) else None
+        if best:
+            return store.verified(checkpoints.folder / best[0][3])
+    raise ConfigError(
+        "weights", "this run keeps no best checkpoint (hooks.checkpoint.keep_best); use newest"
+    )

@@ -1,0 +1,91 @@
+"""``plan=true``: what a run would do, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from phaseloop.engine.config.build import Built
+from phaseloop.engine.events import EVENTS, Dispatcher
+from phaseloop.engine.model_summary import summarize_task
+from phaseloop.engine.phases import TRAIN
+from phaseloop.engine.task import Task
+
+_POINTS = 400  # more than a picture has pixels to show
+
+
+def show_plan(built: Built) -> None:
+    """Print phases, sizes, hooks and model; draw the schedules to the run folder's ``plan.png``."""
+    task = built.task
+    task.build()
+    for line in (*_phase_lines(task), "", *_hook_lines(built), "", *summarize_task(task).lines()):
+        print(line)
+    if task.rates and task.plan.updates:
+        print(f"\nschedules   {_draw_schedules(task)}")
+
+
+def _phase_lines(task: Task) -> Iterator[str]:
+    plan, phases = task.plan, task.phases
+    if TRAIN in task.loaders:
+        loader = task.loaders[TRAIN]
+        pieces = len(loader.plan.window(0).pieces)
+        yield (
+            f"training    {plan.epochs:g} epochs of {plan.windows_per_epoch} updates: "
+            f"{plan.updates} updates"
+        )
+        yield (
+            f"batch       {loader.plan.batch_size} samples, in {pieces} micro-batch"
+            f"{'es' if pieces > 1 else ''}; the last of an epoch "
+            f"{loader.plan.window(loader.windows - 1).samples}"
+        )
+    for name, loader in task.loaders.items():
+        yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
+    every = [
+        f"every {n} {unit}"
+        for n, unit in (
+            (phases.test_every_epochs, "epochs"),
+            (phases.test_every_updates, "updates"),
+        )
+        if n
+    ]
+    if plan.test_sets:
+        yield f"testing     {' and '.join(every) or 'never'}, and after the last update"
+    yield f"device      {task.device}, {task.backend.world_size} process"
+    yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
+
+
+def _hook_lines(built: Built) -> Iterator[str]:
+    dispatcher = Dispatcher(built.hooks)
+    yield "hooks, in the order they are called"
+    for event in EVENTS:
+        names = dispatcher.listeners(event)
+        if names:
+            yield f"  {event:<18} {', '.join(names)}"
+
+
+def _draw_schedules(task: Task) -> Path:
+    """A panel for every scheduled option: its value at each update, a line for each group."""
+    from matplotlib.figure import Figure
+
+    updates, per_epoch = task.plan.updates, task.plan.windows_per_epoch
+    at = sorted({round(i * (updates - 1) / _POINTS) for i in range(_POINTS + 1)})
+    panels = [
+        (name, rates, schedule)
+        for name, rates in task.rates.items()
+        for schedule in rates.schedules
+    ]
+    figure = Figure(figsize=(8, 3 * max(1, len(panels))), layout="constrained")
+    for number, (name, rates, schedule) in enumerate(panels):
+        axes = figure.add_subplot(len(panels), 1, number + 1)
+        for index, group in enumerate(rates.optimizer.param_groups):
+            base = group[f"base_{schedule.option}"]
+            values = [schedule.value(base, k, k // per_epoch) for k in at]
+            axes.plot([k + 1 for k in at], values, label=f"group {index}")
+        axes.set(xlabel="update", ylabel=schedule.option, title=name if len(panels) > 1 else "")
+        axes.grid(alpha=0.3)
+        if len(rates.optimizer.param_groups) > 1:
+            axes.legend()
+    folder = task.folder.path if task.folder else Path.cwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "plan.png", dpi=120)
+    return folder / "plan.png"

@@ -1,0 +1,119 @@
+"""The command line: ``python tools/run.py config=NAME key=value ...`` trains an experiment.
+
+Exit codes: 0 done; 1 an error; 2 a wrong configuration, found before any data is read; 130 Ctrl-C
+and 143 SIGTERM, with the state saved.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phaseloop.engine.config import compose as composing
+from phaseloop.engine.config import schema as schemas
+from phaseloop.engine.errors import ConfigError
+
+DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+_HYDRA_FLAGS = ("-m", "--multirun", "-sc", "--shell-completion", "-c", "--cfg", "-i", "--info",
+                "--hydra-help")  # fmt: skip
+
+TIMED_FOLDER = (
+    "warning: run.dir has the time in it, so the same command will not find this run again and "
+    "run.resume=auto cannot continue it; use a fixed folder"
+)
+
+USAGE = """\
+usage: phaseloop config=NAME [key=value ...]
+
+  config=NAME                     the experiment; there are: {experiments}
+  optimizer.lr=0.1                change any key
+  optimizer=sgd                   choose a file of a group: {groups}
+  hooks.early_stop.patience=3     switch on a hook, or change one; hooks.NAME=null switches it off
+  run.dir=DIR  run.resume=never   another folder; anew, with the old run put aside
+  plan=true                       print what would run, and exit
+  only=test weights=best          test a run's weights (best, newest, or a checkpoint's folder)
+  --multirun key=1,2,3            one run for each value, each in a folder of its own
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program and exit with its code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # User modules are looked for in the current folder too, last, so that they shadow nothing.
+    sys.path.append(os.getcwd())
+    if not words or {"-h", "--help"} & set(words):
+        print(
+            USAGE.format(
+                experiments=", ".join(composing.experiments()), groups=", ".join(composing.groups())
+            )
+        )
+        sys.exit(DONE if words else WRONG_CONFIG)
+    if any(word.split("=")[0] in _HYDRA_FLAGS for word in words):
+        _hand_to_hydra(words)
+    else:
+        sys.exit(run(words))
+
+
+def run(overrides: Sequence[str], job_folder: str = "") -> int:
+    """Train, test or plan as the overrides say; the exit code.
+
+    Args:
+        overrides: ``key=value`` words.
+        job_folder: of a multirun: the name of this job's folder below the run's.
+    """
+    try:
+        composed = composing.compose(overrides)
+        schema = schemas.check(composed.config)
+        # The same command finds the same folder.
+        if composed.timed_folder and schema.run.resume == "auto":
+            print(TIMED_FOLDER, file=sys.stderr)
+        schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
+        from phaseloop.tools import jobs  # imports torch: only once the keys are right
+
+        return jobs.run(schema)
+    except ConfigError as error:
+        print(f"wrong configuration: {error}", file=sys.stderr)
+        return WRONG_CONFIG
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return ERROR
+
+
+def _hand_to_hydra(words: list[str]) -> None:
+    """Several runs, shell completion, and Hydra's own information."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    # Hydra's own composition only has to find every name: each job composes for itself again.
+    here = Path.cwd() / "configs"
+    search = [f"hydra.searchpath=[file://{here}]"] if here.is_dir() else []
+    flags = [word for word in words if word.startswith("-")]
+    rest = composing.normalize([w for w in words if not w.startswith("-")], composing.groups())
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    sys.argv = [sys.argv[0], *flags, *rest, *quiet, *search]
+
+    @hydra.main(
+        config_path=str(composing.PACKAGE_CONFIGS), config_name=composing.MAIN, version_base="1.3"
+    )
+    def job(_: Any) -> None:
+        config = HydraConfig.get()
+        task = [word for word in config.overrides.task if not word.startswith("config=")]
+        name = ",".join(word.lstrip("+").replace("/", "_") for word in task)
+        GlobalHydra.instance().clear()  # there can be one at a time, and run() needs its own
+        code = run(list(config.overrides.task), name)
+        if code != DONE:
+            sys.exit(code)
+
+    job()
+
+
+if __name__ == "__main__":
+    main()
