@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -43,6 +43,9 @@ class Hook:
     only_watches: ClassVar[bool] = False
     """It measures or logs and changes nothing of the training: it may come and go on a resume."""
 
+    saves: ClassVar[bool] = False
+    """It writes checkpoints, and so may stand at ``Order.CHECKPOINT``."""
+
     name: str = ""
     """The key in the ``hooks:`` mapping; set by the dispatcher."""
 
@@ -76,6 +79,9 @@ class Hook:
     def on_phase_end(self, task: Task) -> None:
         """``task.phase`` is over; once per phase. Metrics are in ``task.phase.metrics``."""
 
+    def on_loop_end(self, task: Task) -> None:
+        """The loop is left without an error, finished or stopped: the last chance to save."""
+
     def on_exception(self, task: Task, error: BaseException) -> None:
         """``error`` ends the run; called before ``on_end``."""
 
@@ -93,8 +99,9 @@ class Hook:
 EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
 
-def _nobody(*_: Any) -> None:
-    """Stands where nobody listens."""
+# Stands where nobody listens. What it gives is thrown away: any built-in function of one argument
+# would do, and costs half of an empty function in Python, six times a step.
+_nobody: Callable[..., Any] = id
 
 
 class Dispatcher:
@@ -120,6 +127,7 @@ class Dispatcher:
     on_update: Callable[[Task], None]
     on_step: Callable[[Task], None]
     on_phase_end: Callable[[Task], None]
+    on_loop_end: Callable[[Task], None]
 
     def __init__(self, hooks: Mapping[str, Hook]) -> None:
         for name, hook in hooks.items():
@@ -166,10 +174,17 @@ class Dispatcher:
 def _check(name: str, hook: Hook) -> None:
     if not isinstance(hook, Hook):
         raise ConfigError(f"hooks.{name}", f"{type(hook).__name__} is not a phaseloop Hook")
-    if hook.order > Order.CHECKPOINT:
+    for method in dir(hook):
+        if method.startswith("on_") and method not in EVENTS:
+            raise ConfigError(
+                f"hooks.{name}",
+                f"there is no event {method!r}.{nearest(method, EVENTS)} "
+                f"There are: {', '.join(EVENTS)}",
+            )
+    if hook.order > Order.CHECKPOINT or (hook.order == Order.CHECKPOINT and not hook.saves):
         raise ConfigError(
             f"hooks.{name}",
-            f"order {hook.order} is after the checkpoint's {Order.CHECKPOINT}; "
+            f"order {hook.order} is not before the checkpoint's {Order.CHECKPOINT}; "
             f"what the hook does then would be missing from every checkpoint",
         )
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.plan import Window
-from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -109,6 +109,11 @@ def apply_update(task: Task) -> None:
     Order: average over processes, correct the weighting, ``on_gradients`` (learning rate, finite
     check, users' hooks), clip, optimizers, gradients to None, ``on_update``.
     """
+    groups = 0
+    for optimizer in task.optimizers.values():
+        groups += len(optimizer.param_groups)
+    if groups != task.groups:  # a hook has added one, to unfreeze something, say
+        task.find_parameters()
     parameters = task.trainable
     task.accumulator.applied = True
     task.skip_reason = task.gradient_norm = None
@@ -125,12 +130,23 @@ def apply_update(task: Task) -> None:
             task.gradient_norm = torch.nn.utils.clip_grad_norm_(
                 parameters, settings.clip_norm, norm_type=settings.norm_type
             )
+        if task.unset_rates:
+            _check_rates(task)
         for optimizer in task.optimizers.values():
             task.backend.optimizer_step(optimizer)
         task.updated = True
     clear(parameters)
     if task.updated:
         task.hooks.on_update(task)
+
+
+def _check_rates(task: Task) -> None:
+    """At the first update: a schedule that nobody applies would be ignored in silence."""
+    if not all(rates.were_set for rates in task.rates.values()):
+        raise ConfigError(
+            "hooks.learning_rate", "the task has a schedule, and no hook sets the rates by it"
+        )
+    task.unset_rates = False
 
 
 def clear(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -21,11 +21,11 @@ from phaseloop.engine.registry import register_meter
 class Meter(Protocol):
     """What the engine asks of a meter; every :class:`torchmetrics.Metric` is wrapped into one.
 
-    ``higher_is_better`` tells best-keeping and early stopping the direction; None: not known. A
-    meter that reports several values may give a mapping of their names.
+    ``higher_is_better`` tells best-keeping and early stopping the direction: True, False, or None
+    where it is not known; of a meter that reports several values, a mapping of names to these.
     """
 
-    higher_is_better: bool | None | Mapping[str, bool | None]
+    higher_is_better: Any
 
     def update(self, output: Any, target: Any) -> None:
         """Take in one micro-batch; must not read a value from the device."""
@@ -230,7 +230,9 @@ class MeterSet:
         for key, meter in self._all().items():
             value = meter.compute()
             if isinstance(value, Mapping):
-                metrics.update({f"{self.name}/{key}/{k}": _number(key, v) for k, v in value.items()})
+                metrics.update(
+                    {f"{self.name}/{key}/{k}": _number(key, v) for k, v in value.items()}
+                )
             else:
                 metrics[f"{self.name}/{key}"] = _number(key, value)
         return metrics

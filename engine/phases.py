@@ -105,17 +105,25 @@ class PhasePlan:
 
     def train_is_over(self, progress: Progress) -> bool:
         """The length is reached: no further update is due."""
-        if not self.windows_per_epoch:
+        if not self.windows_per_epoch or self.length_reached(progress):
             return True
-        if self.phases.updates is not None and progress.updates >= self.phases.updates:
-            return True
-        if progress.epoch_open:
+        if progress.epoch_open or self.epoch_is_unfinished(progress):
             return False
         return self.phases.epochs is not None and progress.epoch >= self.phases.epochs
 
-    def last_update_done(self, progress: Progress) -> bool:
-        """The number of updates is reached, in the middle of an epoch or at its end."""
-        return self.phases.updates is not None and progress.updates >= self.phases.updates
+    def length_reached(self, progress: Progress) -> bool:
+        """No update may follow, in the middle of an epoch or at its end.
+
+        Beyond the last epoch a run is only after it was made shorter.
+        """
+        epochs, updates = self.phases.epochs, self.phases.updates
+        return (updates is not None and progress.updates >= updates) or (
+            epochs is not None and progress.epoch > epochs
+        )
+
+    def epoch_is_unfinished(self, progress: Progress) -> bool:
+        """The train phase ended before its data did, since the run was planned shorter then."""
+        return progress.epoch > 0 and progress.windows < self.windows_per_epoch
 
     def test_due_in_epoch(self, progress: Progress) -> bool:
         """A test is due after the update just made, in the middle of an epoch."""
@@ -126,7 +134,7 @@ class PhasePlan:
         """A test is due at the end of the epoch, before its phase-end hooks are called."""
         if not self._untested(progress):
             return False
-        over = self.last_update_done(progress) or (
+        over = self.length_reached(progress) or (
             self.phases.epochs is not None and progress.epoch >= self.phases.epochs
         )
         by_epochs = self.phases.test_every_epochs

@@ -31,7 +31,8 @@ class Precision:
         if name not in ALLOWED:
             raise ConfigError("precision", f"{name!r} is not one of {', '.join(ALLOWED)}")
         self.name = name
-        self.changes_forward = name != "float32"
+        self.changes_forward = name == "bfloat16"
+        self.changes_input = name == "float64"
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Convert the parameters, in place, where the precision asks for it."""

@@ -10,13 +10,14 @@ from phaseloop.engine.errors import CheckpointError
 
 @dataclass
 class Progress:
-    """Counts of a run. They move in one place, ``Task.commit``, and nowhere else.
+    """Counts of a run. They move in ``Walk``: at a step's commit and at the borders of phases.
 
     Attributes:
         updates: updates that counted, over the whole run; the x-axis of every log.
-        steps: calls of the train step in train phases.
-        samples: training samples used, over all processes.
+        steps: micro-batches of train phases, empty ones included.
+        samples: training samples gone through, over all processes, skipped ones included.
         skipped: windows that moved no optimizer.
+        skipped_in_a_row: such windows since the last update that counted.
         epoch: number of the current or last train epoch, from 1; 0 before the first.
         windows: windows done in this epoch, counted or skipped: the position in the data.
         epoch_open: the train phase of ``epoch`` has begun and its end has not been reached.
@@ -30,6 +31,7 @@ class Progress:
     steps: int = 0
     samples: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     epoch: int = 0
     windows: int = 0
     epoch_open: bool = False

@@ -57,6 +57,11 @@ class Ranking:
         if self.mode is None:
             self._take_direction(task)
 
+    @property
+    def by(self) -> list[str | None]:
+        """What values are ranked by; scores ranked by something else cannot be compared."""
+        return [self.metric, self.mode]
+
     def score(self, task: Task) -> float | None:
         """The metric at the end of its phase; None at the end of another phase.
 

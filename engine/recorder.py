@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phaseloop.engine.errors import PhaseloopError
+
 _COMPACT_AT = 1024
+
+POSITION = ("phase", "update", "epoch", "time", "event")
+"""What every row says of itself; no scalar may be called so."""
 
 
 class _Series:
@@ -56,6 +61,7 @@ class Recorder:
             return
         series = self._series.get(name)
         if series is None:
+            _check_name(name)
             series = self._series[name] = _Series()
         series.values.append(value)
         series.weights.append(weight)
@@ -64,6 +70,8 @@ class Recorder:
 
     def gauge(self, name: str, value: float) -> None:
         """Set a number that is logged as it is now, such as a learning rate."""
+        if name not in self._gauges:
+            _check_name(name)
         self._gauges[name] = value
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -125,3 +133,8 @@ class Recorder:
         """Replace many values by their sum, on the device, so that memory stays bounded."""
         weight = sum(series.weights)
         series.values, series.weights = [series.total() / weight], [weight]
+
+
+def _check_name(name: str) -> None:
+    if name in POSITION:
+        raise PhaseloopError(f"{name!r} says where a row stands; record the value by another name")

@@ -40,7 +40,7 @@ class Registry:
         Args:
             name: the name that a configuration uses.
             replace: take the place of an earlier entry (a notebook cell run again).
-            declared: facts about the entry that the engine asks for, e.g. ``takes="window"``.
+            declared: facts about the entry that the engine asks for, e.g. ``default=True``.
 
         Raises:
             RegistryError: the name is taken; the message says where it was first registered.
@@ -93,6 +93,7 @@ train_steps = Registry("train step")
 hooks = Registry("hook")
 models = Registry("model")
 datasets = Registry("dataset")
+collates = Registry("collate function")
 criteria = Registry("criterion")
 meters = Registry("meter")
 optimizers = Registry("optimizer")
@@ -101,11 +102,7 @@ backends = Registry("backend")
 
 
 def register_train_step(
-    name: str,
-    *,
-    whole_model_forward: bool = False,
-    takes: str = "micro_batch",
-    replace: bool = False,
+    name: str, *, whole_model_forward: bool = False, replace: bool = False
 ) -> Callable[[T], T]:
     """Register a train step: a function of the task, or a class whose instances are called with it.
 
@@ -113,20 +110,12 @@ def register_train_step(
         name: the name for ``train_step:``.
         whole_model_forward: the step calls the model as a whole, once per micro-batch, so that
             a wrapper which reduces gradients while backward runs may be used.
-        takes: ``"micro_batch"``: called once per micro-batch; ``"window"``: called once per
-            window and goes through ``task.window()`` itself.
         replace: take the place of an earlier entry.
 
     Raises:
-        RegistryError: the name is taken, or ``takes`` is neither of the two.
+        RegistryError: the name is taken.
     """
-    if takes not in ("micro_batch", "window"):
-        raise RegistryError(
-            f"train step {name!r}: takes={takes!r} is not allowed; use 'micro_batch' or 'window'."
-        )
-    return train_steps.register(
-        name, replace=replace, whole_model_forward=whole_model_forward, takes=takes
-    )
+    return train_steps.register(name, replace=replace, whole_model_forward=whole_model_forward)
 
 
 def register_hook(name: str, *, default: bool = False, replace: bool = False) -> Callable[[T], T]:
@@ -136,6 +125,7 @@ def register_hook(name: str, *, default: bool = False, replace: bool = False) ->
 
 register_model = models.register
 register_dataset = datasets.register
+register_collate = collates.register
 register_criterion = criteria.register
 register_meter = meters.register
 register_optimizer = optimizers.register

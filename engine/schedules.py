@@ -6,6 +6,7 @@ lost. The curves are fvcore's ``ParamScheduler``s (fvcore/common/param_scheduler
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from fvcore.common.param_scheduler import (
 )
 from torch.optim import Optimizer
 
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import ConfigError, RegistryError
 from phaseloop.engine.registry import register_schedule, schedules
 
 Build = Callable[[float], ParamScheduler]
@@ -98,9 +99,15 @@ class Schedule:
         self._epochs = 0.0
 
     def plan(self, updates: int, epochs: float) -> None:
-        """Spread the schedule over this many updates and epochs."""
+        """Spread the schedule over this many updates and epochs.
+
+        Raises:
+            ConfigError: the warm-up does not fit into them.
+        """
         self._updates, self._epochs = updates, epochs
         self._curves = {}
+        if self._warmup is not None and updates:  # now, and not at the first update
+            self._warmup.share(updates, epochs)
 
     def value(self, base: float, updates_done: int, epochs_done: int) -> float:
         """The value for the next update.
@@ -181,6 +188,7 @@ class Rates:
     def __init__(self, optimizer: Optimizer, plan: Sequence[Schedule]) -> None:
         self.optimizer = optimizer
         self.schedules = list(plan)
+        self.were_set = False
         options = [schedule.option for schedule in self.schedules]
         if len(set(options)) != len(options):
             raise ConfigError("schedule", f"two schedules set the same option: {options}")
@@ -196,6 +204,7 @@ class Rates:
 
     def set(self, updates_done: int, epochs_done: int) -> None:
         """Set every scheduled option for the next update."""
+        self.were_set = True
         for schedule in self.schedules:
             option = schedule.option
             base_key = f"base_{option}"
@@ -291,6 +300,16 @@ def composite(parts: list[Mapping[str, Any]], lengths: list[float]) -> Build:
         options = {k: v for k, v in part.items() if k != "name"}
         if "name" not in part:
             raise ConfigError(f"schedule.parts.{number}.name", "give the name of a schedule")
-        builds.append(schedules.get(part["name"]).target(**options))
+        builds.append(_part(f"schedule.parts.{number}", part["name"], options))
     Joined([ConstantParamScheduler(0.0)] * len(builds), lengths)  # checks the lengths
     return lambda base: Joined([build(base) for build in builds], lengths)
+
+
+def _part(key: str, name: str, options: Mapping[str, Any]) -> Build:
+    try:
+        make = schedules.get(name).target
+        inspect.signature(make).bind(**options)
+    except (RegistryError, TypeError) as error:
+        raise ConfigError(key, f"{name}: {error}") from None
+    build: Build = make(**options)
+    return build

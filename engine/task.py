@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from phaseloop.engine import rng
 from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
-from phaseloop.engine.checkpoint.optimizer_state import parameter_names
+from phaseloop.engine.checkpoint.identity import identity
+from phaseloop.engine.checkpoint.optimizer_state import check_names, parameter_names
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
@@ -120,6 +121,8 @@ class Task(Walk):
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""
+        self.before_save: list[Callable[[Task], None]] = []
+        self.identity: dict[str, Any] = {}
         self.origins: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}
         self.best: dict[str, float] = {}
@@ -146,8 +149,9 @@ class Task(Walk):
 
     @property
     def where(self) -> float:
-        """Position in the training, in [0, 1): updates done / updates planned."""
-        return self.progress.updates / self.plan.updates if self.plan.updates else 0.0
+        """Position in the training: updates done / updates planned; 1 once it is done."""
+        planned = self.plan.updates
+        return min(1.0, self.progress.updates / planned) if planned else 0.0
 
     @property
     def meters(self) -> MeterSet:
@@ -171,13 +175,14 @@ class Task(Walk):
                 f"{self.progress.updates + 1}"
             )
         self._pending = None
+        if self.precision.changes_input:
+            batch = Batch(self.precision.cast_input(batch.data), batch.indices, batch.weight)
         self.batch = batch
         return batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these inputs, in the configured precision."""
         if self.precision.changes_forward:
-            args, kwargs = self.precision.cast_input((args, kwargs))
             with self.precision.autocast(self.device):
                 output = self.model(*args, **kwargs)
             output = self.precision.widen(output)
@@ -222,7 +227,7 @@ class Task(Walk):
         self.loss = loss
         weight = self.batch.weight if self.batch is not None else 0
         if weight:
-            value = _scalar(loss, "criterion")
+            value = loss.detach() if loss.dim() == 0 else _scalar(loss, "criterion")
             self.meters.update(value, weight, output, target)
             if self.train:
                 self.recorder.add("loss", value, weight)
@@ -306,17 +311,26 @@ class Task(Walk):
     # --- start ---
 
     def build(self) -> None:
-        """Put everything on the device and plan the run; reads no sample."""
+        """Put everything on the device and plan the run; reads no sample.
+
+        Raises:
+            PhaseloopError: called again: what a run leaves behind is no start for another.
+        """
+        if self.optimizers or self.loaders:
+            raise PhaseloopError("this task was trained already; make another one")
+        if not self.bare_model.training:
+            log.warning("the model is in evaluation mode and is trained so; call model.train()")
         self.backend.setup()
         self.precision.prepare(self.bare_model)
         self.model = self.backend.prepare_model(self.bare_model)
         if isinstance(self.criterion_module, nn.Module):
+            self.precision.prepare(self.criterion_module)
             self.criterion_module.to(self.device)
         for meters in self.meter_sets.values():
             meters.to(self.device)
         self.optimizers = self._make_optimizers()
-        self.trainable = optimized(self.optimizers)
-        self.parameter_names()
+        self.find_parameters()
+        self.identity = identity(self)
         self.accumulator = Accumulator(self.backend.world_size)
         self._make_loaders()
         trains = TRAIN in self.loaders and not self.test_only
@@ -324,9 +338,23 @@ class Task(Walk):
         self.plan = PhasePlan(self.phases, windows, list(self.test_data))
         for schedule in self.schedules:
             schedule.plan(self.plan.updates, self.plan.epochs)
+        self.unset_rates = bool(self.schedules)
         self.rates = {
             name: Rates(optimizer, self.schedules) for name, optimizer in self.optimizers.items()
         }
+
+    def find_parameters(self) -> None:
+        """Look up which parameters the optimizers move, again after a group was added.
+
+        Raises:
+            PhaseloopError: one of them has no name, since it is neither the model's nor the
+                criterion's.
+        """
+        names = self.parameter_names()
+        for optimizer in self.optimizers.values():
+            check_names(optimizer, names)
+        self.trainable = optimized(self.optimizers)
+        self.groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers.values())
 
     def seed_all(self) -> None:
         """Start every generator of this process afresh, from the seed and the rank alone."""
@@ -343,13 +371,15 @@ class Task(Walk):
 
         So the training is the same however often it is tested, whatever a test draws.
         """
-        if self.test_entry is not None:
-            states = self.test_entry["rng"][self.backend.rank]
+        if self.random_before_test is not None:
+            states = self.random_before_test[self.backend.rank]
             rng.set_host_state(states["host"])
             self.backend.set_rng_state(states["device"])
+            self.random_before_test = None
 
     def close(self) -> None:
         """End worker processes and leave the other processes."""
+        self.drop_batches()  # they hold on to the workers
         for loader in self.loaders.values():
             loader.close()
         self.backend.teardown()
@@ -363,9 +393,9 @@ class Task(Walk):
         if self.train_data is None and not self.test_data:
             raise ConfigError("data", "there is neither training nor test data")
         if self.train_data is not None:
-            self.train_data.check("data.train")
+            self.train_data.check("data.train", train=True)
         for name, data in self.test_data.items():
-            data.check("data.test" if name == "test" else f"data.test.{name}")
+            data.check("data.test" if name == "test" else f"data.test.{name}", train=False)
 
     def _make_optimizers(self) -> dict[str, Optimizer]:
         given = self._optimizer
@@ -401,9 +431,7 @@ class Task(Walk):
             )
 
     def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
-        named = {
-            name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"
-        }
+        named = {name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
         self.meters.add_parts(named, weight)
         if self.train:
             for name, part in named.items():
@@ -420,8 +448,6 @@ class Task(Walk):
 
 def _scalar(value: Tensor, key: str) -> Tensor:
     """``value`` without its graph, in shape []."""
-    if value.dim() == 0:
-        return value.detach()
     if value.numel() != 1:
         raise ConfigError(
             key, f"a tensor of shape {list(value.shape)} is not one number; take its mean"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from phaseloop.engine import registry
@@ -55,10 +57,11 @@ class Trainer:
 
     def __init__(self, task: Task, hooks: Mapping[str, Hook] | None = None) -> None:
         self.task = task
-        self.hooks = Dispatcher(_default_hooks() if hooks is None else hooks)
+        self.hooks = Dispatcher(registered_defaults() if hooks is None else hooks)
         self._started = 0.0
         self._start_from: Saved | None = None
         self._begun = False
+        self._running = False
 
     def train(self) -> Outcome:
         """Train from where the run's folder stands to the end.
@@ -112,6 +115,7 @@ class Trainer:
                 hooks.on_step(task)
             if task.phase.done:
                 hooks.on_phase_end(task)
+        hooks.on_loop_end(task)
 
     def _start(self) -> None:
         """Build; restore model, optimizers, progress; on_start; hooks; random states."""
@@ -129,10 +133,6 @@ class Trainer:
         else:
             task.seed_all()
         self._begun = True
-        if task.folder is not None and task.primary:
-            task.folder.write_status(_status(self._outcome("running")))
-            if task.config:
-                task.folder.write_config(task.config)
         hooks.on_start(task)
         if task.test_only:
             task.metrics, task.best = {}, {}
@@ -142,6 +142,11 @@ class Trainer:
                 log.warning("the checkpoint holds state of a hook %r that is not in use", name)
             hooks.on_resume(task)
             contents.restore_random(task, state)
+        # Only now: a hook that refuses its options leaves an old run's files as they were.
+        self._running = True
+        self._write_status(self._outcome("running"))
+        if task.folder is not None and task.primary and task.config:
+            task.folder.write_config(task.config)
 
     def _end(self, outcome: Outcome) -> Outcome:
         errors = self.hooks.call_isolated("on_end", self.task, outcome)
@@ -164,9 +169,17 @@ class Trainer:
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
             later = self.hooks.call_isolated("on_exception", task, error)
             later += self.hooks.call_isolated("on_end", task, outcome)
+            later += self._try_to_write_status(outcome)
             for other in later:
                 log.error("also, while ending: %s", _describe(other))
-            self._write_status(outcome)
+
+    def _try_to_write_status(self, outcome: Outcome) -> list[BaseException]:
+        try:
+            if self._running:
+                self._write_status(outcome)
+        except OSError as error:
+            return [error]
+        return []
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.task.folder is not None and self.task.primary:
@@ -186,40 +199,49 @@ class Trainer:
 
 
 class _Life:
-    """What surrounds a run in its process: folder, log, signals, settings; all put back."""
+    """What surrounds a run in its process: folder, log, signals, settings.
+
+    Each is put back by :meth:`end`, whatever the others raise.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._environment = Environment(task.run)
-        self._console = ConsoleHandler() if task.primary and not log.handlers else None
-        self._level = log.level
+        self._undo = ExitStack()
 
     def begin(self) -> None:
-        task = self._task
+        task, undo = self._task, self._undo
+        undo.callback(log.setLevel, log.level)
         log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-        if self._console is not None:
-            log.addHandler(self._console)
+        if task.primary and not log.handlers:
+            console = ConsoleHandler()
+            undo.callback(log.removeHandler, console)
+            log.addHandler(console)
         if task.folder is not None:
+            undo.callback(task.folder.close)
             resume.open_folder(task.folder, task.run.resume)
+            undo.callback(task.folder.stop_log)
             task.folder.start_log()
+        undo.callback(task.signals.restore)
         task.signals.install()
-        self._environment.apply()
+        environment = Environment(task.run)
+        undo.callback(environment.put_back)
+        environment.apply()
+        undo.callback(task.close)
+        undo.callback(task.leave_phase)
 
     def end(self) -> None:
-        task = self._task
-        task.leave_phase()
-        task.close()
-        self._environment.put_back()
-        task.signals.restore()
-        if task.folder is not None:
-            task.folder.stop_log()
-            task.folder.close()
-        if self._console is not None:
-            log.removeHandler(self._console)
-        log.setLevel(self._level)
+        """Undo everything, last first; an error in it never hides an earlier one."""
+        earlier = sys.exc_info()[1]
+        try:
+            self._undo.close()
+        except Exception as error:
+            if earlier is None:
+                raise
+            log.error("also, while cleaning up: %s", _describe(error))
 
 
-def _default_hooks() -> dict[str, Hook]:
+def registered_defaults() -> dict[str, Hook]:
+    """The hooks that are registered as defaults, made without options, by name."""
     found = {entry.name: entry.target() for entry in registry.hooks if entry.declared["default"]}
     if not found:
         raise ConfigError("hooks", "none are registered: import phaseloop.hooks, or pass hooks={}")

@@ -16,6 +16,7 @@ from torch import nn
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
+from phaseloop.engine.errors import DataError
 from phaseloop.engine.gradients import Accumulator, apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
+
+_HOPELESS = 20  # so many windows skipped in a row may still be a loss scale that settles
 
 
 class Walk:
@@ -41,6 +44,8 @@ class Walk:
         batch: the batch that the step took.
         stop_reason: why the run is to stop; empty: it is not.
         test_entry: in a test phase, the small state from just before it.
+        random_before_test: the random states of all ranks from there, until the phase is left:
+            draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
     """
 
@@ -53,6 +58,8 @@ class Walk:
     signals: Signals
     model: nn.Module
     trainable: list[nn.Parameter]
+    groups: int
+    unset_rates: bool
 
     def __init__(self) -> None:
         self.phase = Phase(TRAIN, True, 0, 0)
@@ -65,8 +72,10 @@ class Walk:
         self.skip_reason: str | None = None
         self.stop_reason = ""
         self.carry: Any = None
+        self._train_carry: Any = None
         self.step_is_empty = False
         self.test_entry: dict[str, Any] | None = None
+        self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
@@ -81,6 +90,8 @@ class Walk:
         if self.stopping:
             return False
         self.leave_phase()
+        if not self.plan.windows_per_epoch and self.progress.tested_at < 0:
+            self.make_tests_due()  # there is only testing to do
         if self.progress.tests_due:
             self._enter_test(self.progress.tests_due[0])
         elif self.progress.epoch_open:
@@ -120,14 +131,18 @@ class Walk:
             self.stop_reason = reason
 
     def _begin_epoch(self) -> None:
+        """The next epoch, or the rest of one that ended early when the run was planned shorter."""
         progress = self.progress
-        progress.epoch += 1
-        progress.windows = 0
+        if not self.plan.epoch_is_unfinished(progress):
+            progress.epoch += 1
+            progress.windows = 0
         progress.epoch_open = True
         self.meter_sets[TRAIN].reset()
         self.carry = None
         self._train_batches = None
-        self._train_phase = Phase(TRAIN, True, progress.epoch, self.plan.windows_per_epoch)
+        self._train_phase = Phase(
+            TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows
+        )
 
     def _enter_train(self) -> None:
         progress = self.progress
@@ -143,8 +158,10 @@ class Walk:
     def _enter_test(self, name: str) -> None:
         # A checkpoint made inside a test is one made before it: the test is run again as a whole.
         self.test_entry = self.small_state()
+        self.random_before_test = self.test_entry["rng"]
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        self._train_carry, self.carry = self.carry, None
         self.meter_sets[name].reset()
         self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
         self.train = False
@@ -160,21 +177,36 @@ class Walk:
             module.training = flag
         self._train_flags = []
         self.test_entry = None
+        self.forget_test_draws()
         torch.set_grad_enabled(True)
+
+    def drop_batches(self) -> None:
+        """Give up the epoch at hand and the one waiting behind it; nothing is fetched any more."""
+        self._batches = self._train_batches = None
 
     def _finish_phase(self) -> None:
         """The phase at hand is done; its phase-end hooks are called next."""
         progress = self.progress
         self.changed = True
         if self.train:
+            self._check_skips()
             progress.epoch_open = False
             self._train_phase = self._batches = None
             if self.plan.test_due_at_epoch_end(progress):
                 self.make_tests_due()
         else:
             progress.tests_due = progress.tests_due[1:]
-            self.forget_test_draws()
+            self.carry = self._train_carry
             self.test_entry = None
+
+    def _check_skips(self) -> None:
+        """Without this, a run whose length is in updates might go on for ever."""
+        skipped = self.progress.skipped_in_a_row
+        if skipped >= max(_HOPELESS, 2 * self.plan.windows_per_epoch):
+            raise DataError(
+                f"the last {skipped} windows were all skipped, which is two epochs or more; "
+                f"the last because {self.skip_reason}"
+            )
 
     def make_tests_due(self) -> None:
         """Every test set is run before training goes on."""
@@ -185,7 +217,7 @@ class Walk:
 
     def has_batch(self) -> bool:
         """Fetch the next micro-batch; False: the phase is done, a test is due, or a stop agreed."""
-        self.output = self.batch = None
+        self.output = self.batch = self.loss = None
         self.updated = False
         self.recorder.begin_step()
         if self.accumulator.closed and not self._goes_on():
@@ -195,7 +227,7 @@ class Walk:
     def _goes_on(self) -> bool:
         phase = self.phase
         if phase.position >= phase.windows or (
-            self.train and self.plan.last_update_done(self.progress)
+            self.train and self.plan.length_reached(self.progress)
         ):
             phase.done = True
             self._finish_phase()
@@ -253,12 +285,14 @@ class Walk:
         self.phase.position += 1
         if self.updated:
             progress.updates += 1
+            progress.skipped_in_a_row = 0
             progress.saves = 0
             self.recorder.tick(progress.updates)
             if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
                 self.make_tests_due()
         else:
             progress.skipped += 1
+            progress.skipped_in_a_row += 1
             self._note_skip()
 
     def _close_short_window(self: Task) -> None:  # type: ignore[misc]

@@ -3,8 +3,8 @@
 if not __name__.startswith("phaseloop."):
     raise ImportError("import phaseloop.hooks, not hooks: a second copy has registries of its own")
 
-from phaseloop.engine import registry
 from phaseloop.engine.events import Hook
+from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
     barrier,
     checkpoint,
@@ -28,9 +28,7 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
         changes: instance name to a hook that is added or takes the place of the default of that
             name, or to None, which leaves it out.
     """
-    hooks: dict[str, Hook | None] = {
-        entry.name: entry.target() for entry in registry.hooks if entry.declared["default"]
-    }
+    hooks: dict[str, Hook | None] = {**registered_defaults()}
     hooks.update(changes)
     return {name: hook for name, hook in hooks.items() if hook is not None}
 

@@ -12,7 +12,6 @@ from phaseloop.engine.ranking import Ranking
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.run_folder import ONLY_FILE, RunFolder
 from phaseloop.engine.task import Task
-from phaseloop.engine.trainer import Outcome
 
 log = logging.getLogger("phaseloop")
 
@@ -38,6 +37,7 @@ class Checkpoint(Hook):
 
     order = Order.CHECKPOINT
     only_watches = True
+    saves = True
 
     def __init__(
         self,
@@ -94,17 +94,27 @@ class Checkpoint(Hook):
         if ranked or self._epoch_is_due(task):
             self._save(task)
 
-    def on_end(self, task: Task, outcome: Outcome) -> None:
-        # After an error the state may be half-moved; the last whole checkpoint stands.
-        if outcome.status != "failed" and task.changed:
+    def on_loop_end(self, task: Task) -> None:
+        # Not on_end: after an error the state may be half-moved, and the last checkpoint stands;
+        # and a save that fails here is an error before anyone says that the run is finished.
+        if task.changed:
             self._save(task)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": [list(entry) for entry in self.best], "written": list(self.written)}
+        return {
+            "best": [list(entry) for entry in self.best],
+            "by": self._ranked_by,
+            "written": list(self.written),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = [list(entry) for entry in state["best"]]
+        if state["by"] == self._ranked_by:  # scores of another metric, or direction, are void
+            self.best = [list(entry) for entry in state["best"][: self.keep_best]]
         self.written = list(state["written"])
+
+    @property
+    def _ranked_by(self) -> list[str | None]:
+        return [] if self.ranking is None else self.ranking.by
 
     def _check(self) -> None:
         least = {"every_epochs": 1, "every_updates": 1, "every_minutes": 0,
@@ -116,7 +126,7 @@ class Checkpoint(Hook):
 
     def _epoch_is_due(self, task: Task) -> bool:
         every = self.every_epochs
-        if every is None:
+        if every is None or task.progress.epoch_open:  # a test in the middle of an epoch
             return False
         return task.progress.epoch % every == 0 or task.over
 

@@ -57,10 +57,11 @@ class EarlyStop(Hook):
         self._ask(task)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "by": self.ranking.by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        if state["by"] == self.ranking.by:  # of another metric, now that it may change, it is void
+            self.best, self.waited = state["best"], state["waited"]
 
     def _ask(self, task: Task) -> None:
         if self.waited >= self.patience:

@@ -46,7 +46,6 @@ class MetricsFile(Hook):
             self._open.truncate(min(size, state["bytes"]))
 
     def state_dict(self) -> dict[str, Any]:
-        # By path: the last checkpoint of a run is made when this hook has closed the file.
         return {} if self._path is None else {"bytes": self._path.stat().st_size}
 
     def on_step(self, task: Task) -> None:

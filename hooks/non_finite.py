@@ -16,9 +16,9 @@ class NonFinite(Hook):
     """Watches losses and gradients.
 
     ``stop`` adds up zeros times the loss and the clipped norm on the device: the sum is NaN once
-    one of them was not finite. It is read at log points and phase ends, where the weights are
-    checked too, so between log points nothing waits for the device. ``skip`` leaves out an update
-    whose gradients are not finite; it has to read one flag from the device per update.
+    one of them was not finite. It is read at log points, phase ends and before every save, where
+    the weights are checked too; between them nothing waits for the device. ``skip`` leaves out an
+    update whose gradients are not finite; it has to read one flag from the device per update.
 
     Args:
         policy: ``stop`` or ``skip``.
@@ -34,6 +34,10 @@ class NonFinite(Hook):
             raise ConfigError("hooks.non_finite.policy", f"{policy!r} is not 'stop' or 'skip'")
         self.policy = policy
         self._seen: Tensor | None = None
+
+    def on_start(self, task: Task) -> None:
+        # A checkpoint of weights that are not finite could only be resumed to fail again.
+        task.before_save.append(self._judge)
 
     def on_gradients(self, task: Task) -> None:
         if self.policy == "skip":
@@ -52,8 +56,7 @@ class NonFinite(Hook):
             self._judge(task)
 
     def on_phase_end(self, task: Task) -> None:
-        if task.train or task.phase.done:
-            self._judge(task)
+        self._judge(task)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._seen is None else {"seen": self._seen}
@@ -81,6 +84,7 @@ class NonFinite(Hook):
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """One flag on the device: True when every element of every tensor is finite."""
+    tensors = [t for t in tensors if t.numel() and t.is_floating_point()]
     if not tensors:
         return torch.tensor(True)
     return torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all()

@@ -41,15 +41,16 @@ def _phase_lines(task: Task) -> Iterator[str]:
     for name, loader in task.loaders.items():
         yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
     every = [
-        f"every {n} {unit}"
+        f"every {unit}" if n == 1 else f"every {n} {unit}s"
         for n, unit in (
-            (phases.test_every_epochs, "epochs"),
-            (phases.test_every_updates, "updates"),
+            (phases.test_every_epochs, "epoch"),
+            (phases.test_every_updates, "update"),
         )
         if n
     ]
     if plan.test_sets:
-        yield f"testing     {' and '.join(every) or 'never'}, and after the last update"
+        cadence = f"{' and '.join(every)}, and after the last update" if every else "never"
+        yield f"testing     {cadence}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
 

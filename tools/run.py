@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or {"-h", "--help"} & set(words):
         print(
             USAGE.format(
-                experiments=", ".join(composing.experiments()), groups=", ".join(composing.groups())
+                experiments=", ".join(composing.experiments()),
+                groups=", ".join(g for g in composing.groups() if g != "config"),
             )
         )
         sys.exit(DONE if words else WRONG_CONFIG)
@@ -97,6 +98,12 @@ def _hand_to_hydra(words: list[str]) -> None:
     search = [f"hydra.searchpath=[file://{here}]"] if here.is_dir() else []
     flags = [word for word in words if word.startswith("-")]
     rest = composing.normalize([w for w in words if not w.startswith("-")], composing.groups())
+    if {"-m", "--multirun"} & set(flags):
+        try:
+            composing.check_experiment(rest)
+        except ConfigError as error:
+            print(f"wrong configuration: {error}", file=sys.stderr)
+            sys.exit(WRONG_CONFIG)
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     sys.argv = [sys.argv[0], *flags, *rest, *quiet, *search]
 

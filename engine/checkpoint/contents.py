@@ -16,6 +16,7 @@ from torch import nn
 from phaseloop.engine import environment, rng
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
+from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def save(task: Task) -> store.Saved:
 
     Raises:
         PhaseloopError: the task has no run folder, or a window is open.
+        NonFiniteError: the state is not finite, and hook ``non_finite`` is on.
         CheckpointError: it could not be written, or holds something that could not be loaded
             again; the checkpoints before it are untouched.
     """
@@ -47,6 +49,8 @@ def save(task: Task) -> store.Saved:
             f"a checkpoint was asked for inside the window of update {task.progress.updates + 1}; "
             f"save in on_step when task.updated, or in on_phase_end"
         )
+    for check in task.before_save:
+        check(task)
     progress = task.progress
     number = progress.saves + 1
     small = task.test_entry if task.test_entry is not None else small_state(task)
@@ -98,7 +102,9 @@ def small_state(task: Task) -> dict[str, Any]:
         "best": dict(task.best),
         "step": _state_of(task.train_step),
         "carry": task.carry,
-        "rng": task.backend.all_gather_object(
+        # At a test's end too: the training goes on from where the test began.
+        "rng": task.random_before_test
+        or task.backend.all_gather_object(
             {"host": rng.host_state(), "device": task.backend.rng_state()}
         ),
     }
@@ -114,17 +120,17 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     """
     state: dict[str, Any] = store.load(saved, STATE)
     load_model(task.bare_model, store.load(saved, MODEL), saved.path)
-    _load_module(task.criterion_module, state["criterion"], "criterion")
+    _load_part(task.criterion_module, state["criterion"], "criterion")
     _restore_optimizers(task, state["optimizers"])
     _restore_modes(task, state["evaluating"], state["frozen"])
     task.progress.load_state_dict(state["progress"])
     for name, meters in task.meter_sets.items():
         if name in state["meters"]:
-            meters.load_state_dict(state["meters"][name])
-    task.recorder.load_state_dict(state["recorder"])
+            meters.load_state_dict(to_device(state["meters"][name], task.device))
+    task.recorder.load_state_dict(to_device(state["recorder"], task.device))
     task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
-    _load_step(task.train_step, state["step"])
-    task.carry = state["carry"]
+    _load_part(task.train_step, state["step"], "train_step")
+    task.carry = to_device(state["carry"], task.device)
     task.changed = False
     return state
 
@@ -181,6 +187,7 @@ def _large_state(task: Task) -> dict[str, Any]:
             name for name, p in task.bare_model.named_parameters() if id(p) not in trainable
         ],
         "config": task.config,
+        "identity": task.identity,
         "planned": task.plan.updates,
         "environment": environment.facts(task.backend.world_size, task.device),
     }
@@ -218,11 +225,8 @@ def _state_of(thing: Any) -> dict[str, Any]:
     return dict(method()) if callable(method) and not isinstance(thing, type) else {}
 
 
-def _load_module(thing: Any, state: dict[str, Any], label: str) -> None:
+def _load_part(thing: Any, state: dict[str, Any], label: str) -> None:
     if isinstance(thing, nn.Module):
         load_model(thing, state, label)
-
-
-def _load_step(step: Any, state: dict[str, Any]) -> None:
-    if state and callable(getattr(step, "load_state_dict", None)):
-        step.load_state_dict(state)
+    elif state and callable(getattr(thing, "load_state_dict", None)):
+        thing.load_state_dict(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
@@ -26,6 +26,12 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
     return names
+
+
+def check_names(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raises PhaseloopError for a parameter of the optimizer that has no name."""
+    for number, group in enumerate(optimizer.param_groups):
+        _names_of(group, number, names)
 
 
 def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -75,6 +81,18 @@ def load_named_state(
             f"this optimizer has {len(groups)}"
         )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _keep_types(optimizer, names, saved["state"])
+
+
+def _keep_types(
+    optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """torch converts all state to the parameter's type; what had another keeps it, and its bits."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in saved[names[id(parameter)]].items():
+            here = entry.get(key)
+            if isinstance(value, Tensor) and isinstance(here, Tensor) and here.dtype != value.dtype:
+                entry[key] = value.to(here.device)
 
 
 def _names_of(group: Mapping[str, Any], number: int, names: Mapping[int, str]) -> list[str]:

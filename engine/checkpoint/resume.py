@@ -42,6 +42,7 @@ def find(task: Task) -> store.Saved | None:
     forced = None if task.run.resume in ("auto", "never") else Path(task.run.resume).resolve()
     saved = next(checkpoints.whole(), None) if forced is None else _from_path(checkpoints, forced)
     if saved is None:
+        _check_nothing_lost(checkpoints)
         return None
     _check_config(task, saved)
     task.origins = list(saved.manifest["origins"])
@@ -106,13 +107,26 @@ def _make_way(checkpoints: store.Store, start: store.Saved) -> None:
         )
 
 
+def _check_nothing_lost(checkpoints: store.Store) -> None:
+    """Starting from nothing where there was something would look like a success."""
+    if aside := checkpoints.set_aside_before():
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.folder} is whole; set_aside/ holds {', '.join(aside)}. "
+            f"run.resume=never puts this run aside and starts anew"
+        )
+
+
 def _check_config(task: Task, saved: store.Saved) -> None:
-    before = store.load(saved, STATE)["config"]
-    if not before or not task.config:
-        return
-    if changes := forbidden_changes(before, task.config):
+    state = store.load(saved, STATE)
+    changes = []
+    if state["config"] and task.config:
+        changes = forbidden_changes(state["config"], task.config)
+    # What no file says, and what a task made without files says: compared always.
+    changes = changes or forbidden_changes(state["identity"], task.identity)
+    if changes:
+        key = "run.dir" if task.run.resume in ("auto", "never") else "run.resume"
         raise ConfigError(
-            "run.dir",
+            key,
             f"{saved.path} belongs to a run of another configuration: {'; '.join(changes)}. "
             f"Use another run.dir, or run.resume=never to put the old run aside",
         )

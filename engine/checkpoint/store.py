@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import torch
 
-from phaseloop.engine.errors import CheckpointError
+from phaseloop.engine.errors import CheckpointError, DamagedError
 
 log = logging.getLogger("phaseloop")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"^update_(\d{9,})-(\d+)$")
+_NAME = re.compile(r"update_(\d{9,})-(\d+)\Z")
 _TEMPORARY = ".writing-"
 _REMOVING = ".removing-"
 
@@ -115,7 +115,8 @@ class Store:
     def whole(self, set_aside: bool = True) -> Iterator[Saved]:
         """Checkpoints that verify, newest first.
 
-        One that does not is named in the log and moved to ``set_aside/``, never deleted.
+        One that does not is named in the log and moved to ``set_aside/``, never deleted. A disk
+        that cannot be read, or an unknown format, is no damage: that error is raised.
 
         Args:
             set_aside: False: leave a damaged one where it is.
@@ -123,7 +124,7 @@ class Store:
         for name in reversed(self.names()):
             try:
                 yield verified(self.folder / name)
-            except CheckpointError as error:
+            except DamagedError as error:
                 log.warning("%s", error)
                 if set_aside:
                     self.set_aside(name)
@@ -139,6 +140,11 @@ class Store:
         os.rename(self.folder / name, target)
         log.warning("checkpoint %s was moved to %s", name, target)
         return target
+
+    def set_aside_before(self) -> list[str]:
+        """Names of what lies in ``set_aside/``."""
+        aside = self.folder / "set_aside"
+        return sorted(path.name for path in aside.iterdir()) if aside.is_dir() else []
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint; cut short, it leaves nothing that passes for one."""
@@ -159,16 +165,19 @@ def verified(path: Path) -> Saved:
     """The checkpoint at ``path``, every byte of it checked against its manifest.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of a format unknown here.
+        DamagedError: it is incomplete or damaged.
+        CheckpointError: it is absent, cannot be read, or is of a format unknown here.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
+    except (FileNotFoundError, ValueError) as error:
+        raise DamagedError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if not isinstance(manifest, dict) or manifest != seal(manifest):
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
+        raise DamagedError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {manifest['format']}, this program reads {FORMAT}"
@@ -252,17 +261,23 @@ def _verify_part(path: Path, facts: Mapping[str, Any]) -> None:
             while block := file.read(1 << 20):
                 digest.update(block)
                 size += len(block)
+    except FileNotFoundError as error:
+        raise DamagedError(f"checkpoint {path.parent} lacks {path.name}") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path.parent} lacks {path.name}: {error}") from error
+        raise _unreadable(path, error) from error
     if size != facts["bytes"]:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {path.parent} is damaged: {path.name} has {size} bytes, "
             f"not {facts['bytes']}"
         )
     if digest.hexdigest() != facts["sha256"]:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {path.parent} is damaged: {path.name} is not what was written"
         )
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read now, whole or not: {error}")
 
 
 def _flush_folder(path: Path) -> None:

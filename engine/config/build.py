@@ -6,6 +6,7 @@ Everything is checked before the first data set is opened.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from phaseloop.engine import (
 )
 from phaseloop.engine.backends import Backend
 from phaseloop.engine.config.components import Components
-from phaseloop.engine.config.schema import Component, DataSet, Schema
+from phaseloop.engine.config.schema import Component, DataSet, Schema, TestSet
 from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
@@ -61,11 +62,12 @@ def build(schema: Schema) -> Built:
     model = components.make(schema.model, registry.models, "model")
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
+    criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
     task = Task(
         model=model,
         phases=schema.phases,
-        criterion=_optional(components, schema.criterion, registry.criteria, "criterion"),
-        optimizer=_optimizer(schema, components),
+        criterion=criterion,
+        optimizer=_optimizer(schema, components, criterion),
         train=train,
         test=test,
         schedule=_schedule(schema, components),
@@ -114,6 +116,7 @@ def _check(schema: Schema, components: Components) -> None:
     for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
         if data is not None:
             components.check(data.dataset, registry.datasets, f"{key}.dataset")
+            _collate(data.collate, components, f"{key}.collate")
 
 
 def _seed(seed: int) -> None:
@@ -123,37 +126,42 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _data(data: DataSet | None, components: Components, key: str) -> Data | None:
+def _data(data: DataSet | TestSet | None, components: Components, key: str) -> Data | None:
     if data is None:
         return None
-    collate = None
-    if data.collate is not None:
-        collate = components.target(data.collate, registry.datasets, f"{key}.collate", None)
-    return Data(
-        dataset=components.make(data.dataset, registry.datasets, f"{key}.dataset"),
-        batch_size=data.batch_size,
-        micro_batch_size=data.micro_batch_size,
-        accumulate=data.accumulate,
-        shuffle=data.shuffle,
-        drop_last=data.drop_last,
-        workers=data.workers,
-        prefetch=data.prefetch,
-        pin_memory=data.pin_memory,
-        collate=collate,
-    )
+    options = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
+    options["dataset"] = components.make(data.dataset, registry.datasets, f"{key}.dataset")
+    options["collate"] = _collate(data.collate, components, f"{key}.collate")
+    return Data(**options)
+
+
+def _collate(
+    spec: Component | None, components: Components, key: str
+) -> Callable[[list[Any]], Any] | None:
+    """The function itself, its options filled in; its first argument is the list of samples."""
+    if spec is None:
+        return None
+    components.check(spec, registry.collates, key, given=1)
+    options = {name: value for name, value in spec.items() if name not in ("name", "_target_")}
+    return functools.partial(components.target(spec, registry.collates, key, None), **options)
 
 
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
     return None if spec is None else components.make(spec, kind, key)
 
 
-def _optimizer(schema: Schema, components: Components) -> Callable[[nn.Module], Optimizer] | None:
+def _optimizer(
+    schema: Schema, components: Components, criterion: Any
+) -> Callable[[nn.Module], Optimizer] | None:
+    """A function of the model; a criterion with parameters of its own is trained with it."""
     if schema.optimizer is None:
         return None
     spec = schema.optimizer
+    extra = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
 
     def make(model: nn.Module) -> Optimizer:
-        made = components.make(spec, registry.optimizers, "optimizer", model.parameters())
+        parameters = [*model.parameters(), *extra]
+        made = components.make(spec, registry.optimizers, "optimizer", parameters)
         if not isinstance(made, Optimizer):
             raise ConfigError("optimizer", f"{type(made).__name__} is not a torch optimizer")
         return made

@@ -78,7 +78,10 @@ class Components:
         self.check(spec, registry, key, len(args), default_name, extra)
         target, options = self._split(spec, registry, key, default_name)
         made = {k: self._nested(v, f"{key}.{k}") for k, v in options.items() if k not in extra}
-        return target(*args, **made)
+        try:
+            return target(*args, **made)
+        except ValueError as error:  # what torch raises for a negative learning rate, say
+            raise ConfigError(key, str(error)) from error
 
     def target(self, spec: Any, registry: Registry, key: str, default_name: str | None) -> Any:
         """The function or class that ``spec`` names, not called."""

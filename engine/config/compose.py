@@ -9,18 +9,23 @@ it replaced).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import initialize_config_dir
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import GroupDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,6 +34,7 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MAIN = "main"
+EXPERIMENTS = "config"
 _KEY = re.compile(r"^(\+{0,2})([A-Za-z_][^=~\s]*?)=")
 
 
@@ -100,7 +106,9 @@ def normalize(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
         if match is None or match[2].startswith("hydra"):
             result.append(override)
         elif match[2].split("@")[0] in groups:
-            result.append(override[len(match[1]) :])
+            # Hydra takes no null for a group.
+            none = override[match.end() :] == "null"
+            result.append(f"~{match[2]}" if none else override[len(match[1]) :])
         else:
             result.append("++" + override[len(match[1]) :])
     return result
@@ -123,26 +131,73 @@ def merge(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]
 
 def _compose(loader: Any, overrides: list[str]) -> Composed:
     overrides = normalize(overrides, groups())
-    _check_experiment(overrides)
+    check_experiment(overrides)
     _check_sweeps(overrides)
     try:
         plan = loader.compute_defaults_list(MAIN, overrides, RunMode.RUN)
     except MissingConfigException as error:
         raise ConfigError("", _missing(error, loader)) from None
+    except ConfigCompositionException as error:
+        # What Hydra says when an experiment that is not global overrides a group.
+        if found := re.match(rf"In '({EXPERIMENTS}/.*)': Could not override '.*@", str(error)):
+            raise _lacks_header(found[1]) from None
+        raise
     config: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for default in plan.defaults:
         if default.package == "hydra" or str(default.package).startswith("hydra."):
             continue
+        config = _choose(config, chosen, loader, _choices_in_file(loader, default.config_path))
         layer = _load(loader, default.config_path)
-        config = _merge_layer(config, _embed(layer, _package(default)))
-    for override in plan.config_overrides:
-        config = _apply(config, override)
+        package = default.package or ""
+        if package.split(".")[0] == EXPERIMENTS:
+            raise _lacks_header(default.config_path)
+        config = _merge_layer(config, _embed(layer, package))
+    config = _choose(config, chosen, loader, _choices_in_words(overrides))
+    config = _apply(config, plan.config_overrides)
     config.pop("hydra", None)
     resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     assert isinstance(resolved, dict)
     name = plan.overrides.known_choices["config"]
     timed = "${now:" in str((config.get("run") or {}).get("dir"))
     return Composed(str(name), {str(key): value for key, value in resolved.items()}, timed)
+
+
+def _choose(
+    config: dict[str, Any],
+    chosen: dict[str, Any],
+    loader: Any,
+    choices: Iterable[tuple[str, Any]],
+) -> dict[str, Any]:
+    """Where a layer chooses another file for a group, take that file, whole.
+
+    Hydra reads a group's file below all experiments, whoever chose it: so options that one
+    experiment gave its SGD would end up in the AdamW that a higher layer chose.
+
+    Args:
+        chosen: group to the file in effect, None for none; brought up to date.
+    """
+    for group, choice in choices:
+        if choice is None:
+            config = {**config, group: None}
+        elif chosen.get(group) != choice:
+            config = {**config, group: _load(loader, f"{group}/{choice}")}
+        chosen[group] = choice
+    return config
+
+
+def _choices_in_file(loader: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for default in loader.repository.load_config(path).defaults_list:
+        if isinstance(default, GroupDefault) and default.is_override():
+            yield str(default.group).lstrip("/"), default.value
+
+
+def _choices_in_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    own = [group for group in groups() if group != EXPERIMENTS]
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        choice = override.value()
+        if override.key_or_group in own and (choice is None or isinstance(choice, str)):
+            yield override.key_or_group, choice
 
 
 def _merge_layer(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +210,11 @@ def _merge_layer(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any
     return merge(config, layer)
 
 
-def _check_experiment(overrides: Sequence[str]) -> None:
-    """Hydra's own message lists search paths; here the names are what helps."""
+def check_experiment(overrides: Sequence[str]) -> None:
+    """Raises ConfigError, with the names there are, where no experiment is chosen or none such.
+
+    Hydra's own message lists search paths.
+    """
     chosen = [o.split("=", 1)[1] for o in overrides if o.startswith("config=")]
     known = experiments()
     if not chosen:
@@ -190,6 +248,12 @@ def _missing(error: MissingConfigException, loader: Any) -> str:
     return f"{group}: there is no {name!r}.{nearest(name, options)} There are: {listing(options)}"
 
 
+def _lacks_header(path: str) -> ConfigError:
+    return ConfigError(
+        f"configs/{path}.yaml", "an experiment's first line must be '# @package _global_'"
+    )
+
+
 def _load(loader: Any, path: str) -> dict[str, Any]:
     found = loader.repository.load_config(path)
     layer = OmegaConf.to_container(found.config, resolve=False)
@@ -199,24 +263,36 @@ def _load(loader: Any, path: str) -> dict[str, Any]:
     return {str(key): value for key, value in layer.items()}
 
 
-def _package(default: ResultDefault) -> str:
-    """Where a file's keys belong; those of an experiment at the root, if it says so or not."""
-    package = default.package or ""
-    return "" if package.split(".")[0] == "config" else package
-
-
 def _embed(layer: dict[str, Any], package: str) -> dict[str, Any]:
     for part in reversed(package.split(".") if package else []):
         layer = {part: layer}
     return layer
 
 
-def _apply(config: dict[str, Any], override: Override) -> dict[str, Any]:
-    path = override.key_or_group.split(".")
-    if override.is_delete():
-        return _without(config, path, override.key_or_group)
-    layer = _embed({path[-1]: _plain(override.value())}, ".".join(path[:-1]))
+def _apply(config: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """The words of a command line are one layer: their order among themselves says nothing."""
+    layer: dict[str, Any] = {}
+    for override in overrides:
+        path = override.key_or_group.split(".")
+        if override.is_delete():
+            config = _without(_merge_layer(config, layer), path, override.key_or_group)
+            layer = {}
+        else:
+            word = _embed({path[-1]: _plain(override.value())}, ".".join(path[:-1]))
+            layer = _overlay(layer, word)
     return _merge_layer(config, layer)
+
+
+def _overlay(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
+    """Key by key, whatever is named: both belong to one layer."""
+    merged = dict(lower)
+    for key, value in higher.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _overlay(old, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from phaseloop.engine.config.typed import check_keys, to_dataclass
+from phaseloop.engine.data.source import check_options
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.settings import Gradients, Run
@@ -17,7 +18,7 @@ Component = dict[str, Any]
 
 @dataclass
 class DataSet:
-    """``data.train`` and ``data.test``; see :class:`phaseloop.engine.data.source.Data`."""
+    """``data.train``; see :class:`phaseloop.engine.data.source.Data`."""
 
     dataset: Component
     batch_size: int
@@ -32,11 +33,25 @@ class DataSet:
 
 
 @dataclass
+class TestSet:
+    """``data.test``: in the dataset's order, and no sample left out."""
+
+    dataset: Component
+    batch_size: int
+    micro_batch_size: int | None = None
+    accumulate: int | None = None
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool | None = None
+    collate: Component | None = None
+
+
+@dataclass
 class DataSets:
     """``data``."""
 
     train: DataSet | None = None
-    test: DataSet | None = None
+    test: TestSet | None = None
 
 
 @dataclass
@@ -63,7 +78,7 @@ class Schema:
     optimizer: Component | None = None
     schedule: Component | None = None
     gradients: Gradients = field(default_factory=Gradients)
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     train_step: Component | str = "standard"
     hooks: dict[str, Component | None] = field(default_factory=dict)
     backend: Component = field(default_factory=lambda: {"name": "single"})
@@ -89,6 +104,11 @@ def check(config: dict[str, Any]) -> Schema:
     schema.phases.check("phases")
     schema.gradients.check("gradients")
     schema.run.check("run")
+    for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
+        if data is not None:
+            check_options(data, key)
+    if schema.only is None and schema.weights != "best":
+        raise ConfigError("weights", "says what only=test tests; it does nothing without it")
     return schema
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from phaseloop.engine import rng
+from phaseloop.engine.data import workers
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.order import Order, Sequential, epoch_order
-from phaseloop.engine.data.plan import BatchPlan, Window, micro_batch_size
+from phaseloop.engine.data.plan import BatchPlan, Window
 from phaseloop.engine.data.reader import Reader, Request
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.transfer import to_device
@@ -60,9 +59,8 @@ class Loader:
         self.plan = BatchPlan(
             samples=self.samples,
             batch_size=data.batch_size,
-            micro_batch_size=micro_batch_size(
-                data.batch_size, world_size, data.micro_batch_size, data.accumulate
-            ),
+            micro_batch_size=data.micro_batch_size,
+            accumulate=data.accumulate,
             drop_last=data.drop_last and train,
             world_size=world_size,
             rank=rank,
@@ -71,6 +69,7 @@ class Loader:
         self._reader = Reader(data.dataset, data.collate)
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
+        self._processes: list[BaseProcess] = []
         self._aside: rng.HostGenerators | None = None
 
     @property
@@ -101,6 +100,10 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes."""
+        if self._workers is not None:
+            workers.end(self._processes, self._let_go)
+
+    def _let_go(self) -> None:
         self._workers = None
 
     def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
@@ -121,9 +124,15 @@ class Loader:
         asked = self._requests.begin(self._plan_requests(epoch, roll_backs, first))
         if self._workers is None:
             self._workers = self._start_workers()
+        # Here, and not when the first batch is asked for: that wait may be interrupted by a
+        # signal, and starting processes must not be.
+        return self._receive(asked, workers.start(self._workers.__iter__, self._processes))
+
+    def _receive(
+        self, asked: deque[tuple[Window, Request]], iterator: Iterator[Any]
+    ) -> Iterator[tuple[Window, Any]]:
         received = 0
         # Not `for data in ...`: the plan says when the epoch ends, the workers do not.
-        iterator = iter(self._workers)
         while asked or not self._requests.exhausted:
             try:
                 data = next(iterator)
@@ -181,7 +190,7 @@ class Loader:
             prefetch_factor=self._data.prefetch,
             pin_memory=self._pinned,
             persistent_workers=True,
-            worker_init_fn=_start_worker,
+            worker_init_fn=workers.prepare_worker,
             # Its own generator: making an iterator draws from it, and must not draw from ours.
             generator=torch.Generator().manual_seed(rng.mix(self._seed, rng.LOADER)),
         )
@@ -221,12 +230,3 @@ def _pins(data: Data, device: torch.device) -> bool:
 
 def _as_it_is(data: Any) -> Any:
     return data
-
-
-def _start_worker(_: int) -> None:
-    """In a worker: signals are the parent's business, and it ends when the parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

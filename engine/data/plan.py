@@ -54,6 +54,7 @@ class BatchPlan:
         batch_size: samples per update, over all processes.
         micro_batch_size: samples that go through the model at once on one process; None: the
             whole share.
+        accumulate: the same as a number of micro-batches; a share of fewer samples makes fewer.
         drop_last: leave out a last batch that is smaller than ``batch_size``.
         world_size: number of processes.
         rank: which of them this is.
@@ -64,6 +65,7 @@ class BatchPlan:
     samples: int
     batch_size: int
     micro_batch_size: int | None = None
+    accumulate: int | None = None
     drop_last: bool = False
     world_size: int = 1
     rank: int = 0
@@ -80,7 +82,7 @@ class BatchPlan:
         start = index * self.batch_size
         stop = min(start + self.batch_size, self.samples)
         largest = -(-(stop - start) // self.world_size)
-        count = 1 if self.micro_batch_size is None else -(-largest // self.micro_batch_size)
+        count = self._pieces(largest)
         whole = (start, stop)
         share = whole if self.world_size == 1 else cut(*whole, self.world_size, self.rank)
         pieces = []
@@ -92,12 +94,8 @@ class BatchPlan:
                 pieces.append(Piece(start, start + 1, 0))
         return Window(tuple(pieces), stop - start, share[1] - share[0])
 
-
-def micro_batch_size(
-    batch_size: int, world_size: int, micro: int | None, accumulate: int | None
-) -> int | None:
-    """The size that ``accumulate`` stands for: the largest share cut into that many pieces."""
-    if accumulate is None:
-        return micro
-    share = -(-batch_size // world_size)
-    return -(-share // accumulate)
+    def _pieces(self, share: int) -> int:
+        """Into how many micro-batches the largest share is cut."""
+        if self.accumulate is not None:
+            return min(self.accumulate, share)
+        return 1 if self.micro_batch_size is None else -(-share // self.micro_batch_size)

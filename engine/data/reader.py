@@ -51,7 +51,7 @@ class Reader(Dataset[Any]):
         self.dataset = dataset
         self._collate = collate or default_collate
         self._fetch = getattr(dataset, "fetch", None)
-        self._many = None if _is_plain_subset(dataset) else getattr(dataset, "__getitems__", None)
+        self._many = _list_form(dataset)
         self.draws = self._fetch is None
 
     def __getitem__(self, request: Request) -> Any:
@@ -59,7 +59,9 @@ class Reader(Dataset[Any]):
             return self._read(request)
         except StopIteration as error:
             # It would pass for the loader's own end, and samples would be lost in silence.
-            raise DataError("the dataset raised StopIteration while reading a sample") from error
+            raise DataError(
+                f"the dataset raised StopIteration while reading a sample: {error}"
+            ) from error
 
     def _read(self, request: Request) -> Any:
         if self._fetch is not None:
@@ -82,10 +84,17 @@ class Reader(Dataset[Any]):
         return self._collate(samples)
 
 
-def _is_plain_subset(dataset: Any) -> bool:
-    """torch's Subset has ``__getitems__`` only to pass it on; where there is nothing to pass it
-    on to, its samples are read, and seeded, one by one."""
-    return type(dataset) is Subset and not callable(getattr(dataset.dataset, "__getitems__", None))
+def _list_form(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
+    """``__getitems__`` of the dataset, if it has one of its own.
+
+    torch's Subset has one only to pass it on; where there is nothing to pass it on to, samples
+    are read, and seeded, one by one.
+    """
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    has_one = callable(getattr(inner, "__getitems__", None))
+    return getattr(dataset, "__getitems__", None) if has_one else None
 
 
 class TensorData(Dataset[Any]):

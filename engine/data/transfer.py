@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
         return data.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
     if isinstance(data, Mapping):
         moved = {k: to_device(v, device, non_blocking) for k, v in data.items()}
-        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+        if type(data) is dict:
+            return moved
+        if isinstance(data, MutableMapping):
+            # Copied, since a type of its own may hold more than its items: a default, say.
+            data = copy.copy(data)
+            data.update(moved)
+            return data
+        return type(data)(moved)  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(v, device, non_blocking) for v in data))
     if isinstance(data, (list, tuple)):

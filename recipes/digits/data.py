@@ -1,4 +1,4 @@
-"""The digits as a map-style dataset: whole in memory, scaled to 0..1, optionally shifted at random."""
+"""The digits as a map-style dataset: held in memory, scaled to 0..1, shifted at random if asked."""
 
 import pathlib
 import random
@@ -68,6 +68,8 @@ class Digits(Dataset):
     def fetch(self):
         """`fetch(indices)` returns a whole batch: images float32 [B, 1, 8, 8], labels int64 [B].
 
+        `indices` are B whole numbers, as an int64 tensor [B] or a list.
+
         It exists only where samples are not random (`max_shift` is 0), so that `hasattr` tells
         whether a batch may be read at once. Shifted samples must be read one by one, each after
         the random generators were seeded for it.
@@ -76,5 +78,5 @@ class Digits(Dataset):
             raise AttributeError("fetch: shifted samples must be read one at a time")
         return self._fetch
 
-    def _fetch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(self._padded[indices]), self._label_tensor[indices]
+    def _fetch(self, indices: torch.Tensor | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(self._padded)[indices], self._label_tensor[indices]

@@ -82,6 +82,53 @@ def test_what_hydra_refuses_is_said_in_our_words(tmp_path, monkeypatch, words, s
     assert said in str(caught.value)
 
 
+def test_a_file_chosen_higher_takes_the_place_of_what_was_there(tmp_path, monkeypatch):
+    tuned = "# @package _global_\ndefaults: [tiny, _self_]\noptimizer: {nesterov: true, lr: 0.3}\n"
+    other = (
+        "# @package _global_\ndefaults: [tuned, override /optimizer: adam, _self_]\n"
+        "optimizer: {eps: 0.5}\n"
+    )
+    monkeypatch.chdir(cli.folder(tmp_path, tuned=tuned, other=other))
+
+    def optimizer(*words: str) -> dict:
+        return compose(words).config["optimizer"]
+
+    adam, sgd = {"name": "adam", "lr": 0.001}, {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    sgd["weight_decay"] = 0.0
+    assert optimizer("config=tuned") == {**sgd, "nesterov": True, "lr": 0.3}
+    assert optimizer("config=tuned", "optimizer=sgd") == {**sgd, "nesterov": True, "lr": 0.3}
+    assert optimizer("config=tuned", "optimizer=adam") == adam
+    assert optimizer("config=other") == {**adam, "eps": 0.5}
+    assert optimizer("config=other", "optimizer=sgd", "optimizer.lr=3.0") == {**sgd, "lr": 3.0}
+    for word in ("optimizer=null", "~optimizer"):
+        assert optimizer("config=tuned", word) is None
+
+
+@pytest.mark.parametrize("overridden", ["", "  - override /optimizer: adam\n"])
+def test_an_experiment_without_its_first_line_is_named(tmp_path, monkeypatch, overridden):
+    text = f"defaults:\n  - tiny\n{overridden}  - _self_\nseed: 3\n"
+    monkeypatch.chdir(cli.folder(tmp_path, headless=text))
+    with pytest.raises(ConfigError, match=r"configs/config/headless.yaml: .*@package _global_"):
+        compose(["config=headless"])
+
+
+@pytest.mark.parametrize("word", ["seed=1,2", "optimizer=sgd,adam", "seed=range(3)"])
+def test_several_values_without_multirun_are_refused(tmp_path, monkeypatch, word):
+    monkeypatch.chdir(cli.folder(tmp_path))
+    with pytest.raises(ConfigError, match=f"{word.split('=')[0]}: .*--multirun"):
+        compose(["config=tiny", word])
+
+
+def test_a_misspelt_hook_is_not_switched_off_in_silence(tmp_path, monkeypatch):
+    text = "# @package _global_\ndefaults: [tiny, _self_]\nhooks: {checkpiont: null}\n"
+    monkeypatch.chdir(cli.folder(tmp_path, quiet=text))
+    for words in (["config=tiny", "hooks.checkpiont=null"], ["config=quiet"]):
+        with pytest.raises(ConfigError, match=r"hooks.checkpiont: .*Did you mean 'checkpoint'"):
+            compose(words)
+    # One that is known and not on may be switched off: a sweep over it and null needs that.
+    assert compose(["config=tiny", "hooks.early_stop=null"]).config["hooks"]["early_stop"] is None
+
+
 def test_a_broken_file_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(cli.folder(tmp_path, broken="a: [1\nb: 2\n"))
     with pytest.raises(ConfigError) as caught:

@@ -197,6 +197,7 @@ def test_ck_j_another_configuration_in_the_same_folder_is_refused(undisturbed):
     assert done.returncode == 2
     assert "optimizer.lr: 0.1 -> 0.2" in done.stderr and "run.dir" in done.stderr
     assert newest(undisturbed) == before
+    assert status(undisturbed)["status"] == "finished"  # of the run that is there
     done = cli.run(["config=tiny", "optimizer.lr=0.2", "run.resume=never"], undisturbed)
     assert done.returncode == 0, done.stderr
     assert (undisturbed / "runs/tiny.old-1/checkpoints" / before.name).is_dir()

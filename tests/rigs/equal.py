@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def reference(**options: Any) -> Path:
     """
     key = pickle.dumps(sorted(options.items()))
     if key not in _references:
-        folder = process.scratch() / f"reference-{len(_references)}"
+        folder = Path(tempfile.mkdtemp(dir=process.scratch())) / "reference"
         process.result(r1.train, folder, probe_of(folder), **options)
         _references[key] = folder
     return _references[key]

@@ -53,14 +53,15 @@ def watch(event: str, look: Callable[[Task], Any], order: int = Order.CHECKPOINT
     return hook
 
 
-class Break(Exception):
+class Break(Exception):  # noqa: N818 it is no error of anything
     """What :class:`BreakAt` raises."""
 
 
 class BreakAt(Hook):
-    """Raises when update ``update`` is over, as if the program had died there; saves nothing."""
+    """Raises when update ``update`` is over and saved, as if the program had died there."""
 
     order = Order.CHECKPOINT
+    saves = True  # it does not, but has to come after what does
     only_watches = True
 
     def __init__(self, update: int) -> None:
@@ -137,7 +138,8 @@ class DrawData(IndexData):
     """A sample is one draw from each of Python's, NumPy's and torch's generators: float64 [3]."""
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))]).double()
+        draws = [random.random(), np.random.rand(), float(torch.rand(()))]
+        return torch.tensor(draws, dtype=torch.float64)
 
 
 class ModeProbe(nn.Module):

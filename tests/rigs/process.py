@@ -7,6 +7,7 @@ is a process that has never trained: no generator was drawn from, no handler set
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -28,9 +29,11 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
-# The last is what torch imports when the first optimizer is made: two seconds for each process.
+# torch imports dynamo when the first optimizer is made: two seconds for each process; hooks import
+# the last two when they start or draw: one more.
 PRELOADED = ("pytest", "phaseloop.engine.task", "phaseloop.hooks", "phaseloop.train_steps",
-             "tests.rigs.r1", "torch._dynamo")  # fmt: skip
+             "phaseloop.tools.jobs", "tests.rigs.r1", "torch._dynamo", "torch.utils.tensorboard",
+             "matplotlib.backends.backend_agg")  # fmt: skip
 LIMIT = 60.0
 """Seconds that a process gets before it counts as hanging; far more than any needs."""
 
@@ -64,10 +67,8 @@ class Running:
 
     def send(self, number: int) -> None:
         """Send it a signal; one that has ended does not mind."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-        except ProcessLookupError:
-            pass
 
     def printed(self) -> str:
         """What it has printed so far."""
@@ -140,13 +141,16 @@ def after_calls(count: int, number: int = signal.SIGKILL) -> None:
     So an instant can be chosen, and chosen again, anywhere: in the middle of a save too.
     """
     left = count
+    me = os.getpid()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
         left -= 1
-        if left == 0:
+        if os.getpid() != me:  # in a worker, which has inherited this
             sys.setprofile(None)
-            os.kill(os.getpid(), number)
+        elif left == 0:
+            sys.setprofile(None)
+            os.kill(me, number)
 
     sys.setprofile(watch)
 

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def make_task(
     optimizer_name: str = "sgd",
     augment: bool = False,
     workers: int = 0,
-    test: bool = False,
+    test: bool | Sequence[str] = False,
     data: Mapping[str, Any] | None = None,
     phases: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
@@ -140,7 +140,8 @@ def make_task(
 
     Args:
         folder: the run's folder.
-        test: with a test set, tested at each epoch's end unless ``phases`` says otherwise.
+        test: with a test set, or with several of these names, tested at each epoch's end unless
+            ``phases`` says otherwise; each next one has one sample more.
         data, phases, run: further options of the training data, the phases and the run.
         options: further options of the task; a schedule may be a :class:`Plan`.
     """
@@ -156,7 +157,10 @@ def make_task(
         "train_meters": {"accuracy": Accuracy()},
     }
     if test:
-        settings["test"] = Data(Samples(TEST_SAMPLES, augment), BATCH, workers=workers)
+        settings["test"] = {
+            name: Data(Samples(TEST_SAMPLES + more, augment), BATCH, workers=workers)
+            for more, name in enumerate(["test"] if test is True else test)
+        }
         settings["test_meters"] = {"accuracy": Accuracy()}
     place = None if folder is None else str(folder)
     settings["run"] = Run(dir=place, threads=1, **{"log_every": 1, **(run or {})})
@@ -302,7 +306,7 @@ def lives(probe: Path, kind: str = "update") -> list[list[dict[str, Any]]]:
 # --- hooks that break a run off ---
 
 
-class Told(Exception):
+class ToldError(Exception):
     """What ``At(..., "raise")`` raises."""
 
 
@@ -313,11 +317,13 @@ class At(Hook):
         event: its name.
         updates: ``progress.updates`` there.
         action: number of a signal that this process sends itself; ``stop``: ask for a stop;
-            ``raise``: raise :class:`Told`.
+            ``raise``: raise :class:`ToldError`.
         phase: name of the phase.
         order: where it stands; by default after the checkpoint.
         position: batches of the phase that are done; None: whatever.
     """
+
+    saves = True  # only so may it stand behind the checkpoint hook
 
     def __init__(
         self,
@@ -346,7 +352,7 @@ class At(Hook):
         if self.action == "stop":
             task.request_stop("the test asked for it")
         elif self.action == "raise":
-            raise Told(f"{event} at {self.updates}")
+            raise ToldError(f"{event} at {self.updates}")
         else:
             os.kill(os.getpid(), int(self.action))
 
@@ -360,6 +366,31 @@ def _listen(event: str) -> Any:
 
 for _event in EVENTS:
     setattr(At, _event, _listen(_event))
+
+
+class Counter(Hook):
+    """Counts phases and steps by the name of their phase: state that tests move too."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def on_phase_start(self, task: Task) -> None:
+        self._count(f"{task.phase.name} starts")
+
+    def on_step(self, task: Task) -> None:
+        self._count(f"{task.phase.name} steps")
+
+    def on_phase_end(self, task: Task) -> None:
+        self._count(f"{task.phase.name} ends")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = dict(state["counts"])
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
 
 
 class Average(Hook):

@@ -1,0 +1,46 @@
+"""Identity: what makes a training the one it is, beside its configuration file.
+
+A task made in Python has no file to compare, and no file says how many samples a data set has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from phaseloop.engine.task import Task
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def identity(task: Task) -> dict[str, Any]:
+    """Facts, as plain Python, that fix the order of the data and the mathematics of an update.
+
+    Taken before a resume changes the optimizers: their options are as the user gave them.
+    """
+    facts: dict[str, Any] = {
+        "seed": task.seed,
+        "precision": task.precision.name,
+        "gradients": dataclasses.asdict(task.gradients),
+        "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
+    }
+    data = task.train_data
+    if data is not None:
+        facts["data"] = {
+            "samples": len(data.dataset),
+            "batch_size": data.batch_size,
+            "shuffle": data.shuffle,
+            "drop_last": data.drop_last,
+        }
+    return facts
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    groups = [
+        {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}

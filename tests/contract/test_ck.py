@@ -1,0 +1,512 @@
+"""CK: checkpoints. Whole or not there; kept as asked for; only tensors and plain Python."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phaseloop import Hook, Order, Task, Trainer
+from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint.contents import MODEL, STATE
+from phaseloop.engine.errors import CheckpointError
+from tests.rigs import equal, process, r1
+from tests.rigs.equal import assert_eq, newest, probe_of, reference
+from tests.rigs.probes import Scripted
+from tests.rigs.r1 import At
+
+KILLED = -signal.SIGKILL
+
+
+def go(folder: Path, at: At | None = None, **options: Any) -> process.Ended:
+    """One process of the run in ``folder``, broken off by ``at``, or to its end."""
+    hooks = {**options.pop("hooks", {}), **({} if at is None else {"at": at})}
+    return process.run(r1.train, folder, probe_of(folder), hooks=hooks, **options)
+
+
+# --- CK-a: in a new process, killed while a checkpoint is made or removed ---
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_opening() -> None:
+    def write_part(path: Path, part: Any) -> Any:
+        die()
+
+    store._write_part = write_part
+
+
+def die_at_half_the_bytes() -> None:
+    write = store._HashingFile.write
+
+    def half(self: Any, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if size < 100:  # a header; the first tensor is longer
+            return write(self, data)
+        write(self, bytes(data)[: size // 2])
+        self.flush()
+        die()
+        return size
+
+    store._HashingFile.write = half  # type: ignore[method-assign]
+
+
+def die_before_renaming() -> None:
+    def rename(old: Any, new: Any) -> None:
+        die()
+
+    os.rename = rename
+
+
+def die_after_renaming() -> None:
+    rename = os.rename
+
+    def rename_and_die(old: Any, new: Any) -> None:
+        rename(old, new)
+        die()
+
+    os.rename = rename_and_die
+
+
+def die_before_pruning() -> None:
+    def remove(self: store.Store, name: str) -> None:
+        die()
+
+    store.Store.remove = remove  # type: ignore[method-assign]
+
+
+def die_while_pruning() -> None:
+    def remove(path: Path) -> None:
+        for part in sorted(path.iterdir()) if path.exists() else []:
+            part.unlink()
+            die()
+
+    store._remove = remove
+
+
+class ArmAt(Hook):
+    """Before the checkpoint hook is called at update ``updates``, arms what will kill."""
+
+    order = Order.LOG
+
+    def __init__(self, updates: int, arm: Callable[[], None]) -> None:
+        self.updates = updates
+        self.arm = arm
+
+    def on_step(self, task: Task) -> None:
+        if task.progress.updates == self.updates:
+            self.arm()
+
+
+@pytest.mark.parametrize(
+    ("arm", "left"),
+    [
+        (die_before_opening, 12),
+        (die_at_half_the_bytes, 12),
+        (die_before_renaming, 12),
+        (die_after_renaming, 15),
+        (die_before_pruning, 15),
+        (die_while_pruning, 15),
+    ],
+)
+def test_ck_a_killed_while_saving(tmp_path: Path, arm: Callable[[], None], left: int) -> None:
+    save = {"every_updates": 3, "every_epochs": None}
+    folder = tmp_path / "run"
+    assert go(folder, hooks={"arm": ArmAt(15, arm)}, save=save).code == KILLED
+    assert newest(folder).manifest["updates"] == left
+
+    ended = go(folder, save=save)
+    assert ended.code == 0, ended.output
+    assert "set_aside" not in os.listdir(folder / "checkpoints")  # a leftover is no checkpoint
+    assert r1.lives(probe_of(folder))[1][0]["update"] == left + 1
+    assert_eq(reference(save=save), folder)
+    # Nothing stays behind: the one checkpoint that was asked for, and that is all.
+    assert len(os.listdir(folder / "checkpoints")) == 1
+
+
+def test_ck_a_killed_between_writing_and_removing_again_and_again(tmp_path: Path) -> None:
+    """What a killed process had still to remove is removed by a later one."""
+    save = {"every_updates": 3, "every_epochs": None, "keep_last": 2}
+    folder = tmp_path / "run"
+    for updates in (9, 12, 15, 18):
+        ended = go(folder, hooks={"arm": ArmAt(updates, die_before_pruning)}, save=save)
+        assert ended.code == KILLED
+        assert len(store.Store(folder / "checkpoints").names()) == 3
+    assert go(folder, save=save).code == 0
+    assert len(store.Store(folder / "checkpoints").names()) == 2
+    assert_eq(reference(save=save), folder)
+
+
+def test_ck_a_stopped_in_tests_again_and_again(tmp_path: Path) -> None:
+    """A checkpoint made inside a test holds the state from before it, yet counts as this run's."""
+    options = {"test": True, "phases": {"test_every_updates": 2}, "save": {"every_epochs": None}}
+    folder = tmp_path / "run"
+    for updates in (2, 4, 6, 8):
+        at = At("on_step", updates, signal.SIGTERM, phase="test", position=1)
+        assert go(folder, at, **options).value["status"] == "stopped"
+    assert len(store.Store(folder / "checkpoints").names()) == 1
+    assert go(folder, **options).code == 0
+    assert len(store.Store(folder / "checkpoints").names()) == 1
+    assert_eq(reference(**options), folder)
+
+
+# --- CK-b: damage ---
+
+SAVED: dict[str, Any] = {"save": {"every_updates": 3, "every_epochs": None, "keep_last": 3}}
+
+
+def interrupted(tmp_path: Path) -> Path:
+    """A run killed after update 13, with checkpoints at 6, 9 and 12."""
+    template = process.scratch() / "interrupted"
+    if not template.exists():
+        assert go(template, At("on_step", 13), **SAVED).code == KILLED
+    folder = tmp_path / "run"
+    shutil.copytree(template, folder)
+    shutil.copy(probe_of(template), probe_of(folder))
+    return folder
+
+
+def flip(path: Path, place: float) -> None:
+    """Change one byte."""
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+FILES = (MODEL, STATE, store.MANIFEST)
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    **{f"no {file}": lambda path, file=file: (path / file).unlink() for file in FILES},
+    **{f"flip {file}": lambda path, file=file: flip(path / file, 0.5) for file in FILES},
+    **{f"short {file}": lambda path, file=file: cut_off(path / file) for file in FILES},
+    "first byte": lambda path: flip(path / STATE, 0.0),
+    "last byte": lambda path: flip(path / MODEL, 1.0),
+    "empty": lambda path: [part.unlink() for part in path.iterdir()] and None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_ck_b_a_damaged_checkpoint_is_named_and_set_aside(tmp_path: Path, damage: str) -> None:
+    folder = interrupted(tmp_path)
+    damaged = newest(folder).path
+    DAMAGES[damage](damaged)
+    checkpoints = store.Store(folder / "checkpoints")
+    with pytest.raises(CheckpointError, match=damaged.name):
+        store.verified(damaged)
+    found = next(checkpoints.whole())
+    assert found.manifest["updates"] == 9
+    assert not damaged.exists()
+    assert (checkpoints.folder / "set_aside" / damaged.name).is_dir()
+
+
+def test_ck_b_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path)
+    damaged = newest(folder).path
+    flip(damaged / MODEL, 0.5)
+    ended = go(folder, **SAVED)
+    assert ended.code == 0, ended.output
+    assert damaged.name in ended.output and "damaged" in ended.output
+    assert [line["update"] for line in r1.lives(probe_of(folder))[1]] == list(range(10, 31))
+    assert_eq(reference(**SAVED), folder)
+    assert (folder / "checkpoints" / "set_aside" / damaged.name).is_dir()
+
+
+def test_ck_b_two_damaged_ones_of_one_name_are_both_kept_aside(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path)
+    for _ in range(2):
+        flip(newest(folder).path / MODEL, 0.5)
+        assert go(folder, At("on_step", 13), **SAVED).code == KILLED
+        assert newest(folder).manifest["updates"] == 12
+    assert len(list((folder / "checkpoints" / "set_aside").iterdir())) == 2
+
+
+def test_ck_b_no_whole_one_is_left(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path)
+    for name in store.Store(folder / "checkpoints").names():
+        flip(folder / "checkpoints" / name / STATE, 0.5)
+    ended = go(folder, **SAVED)
+    assert ended.code == 0, ended.output
+    assert [line["update"] for line in r1.lives(probe_of(folder))[1]] == list(range(1, 31))
+    assert_eq(reference(**SAVED), folder)
+
+
+# --- CK-c: the disk is full ---
+
+LIMIT = 64 * 1024
+
+
+def train_on_a_full_disk(folder: Path, probe: Path, **options: Any) -> Any:
+    """In a new process: no file can grow over the limit."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+    return r1.train(folder, probe, **options)
+
+
+def test_ck_c_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"extra": 256, "save": {"every_updates": 4, "every_epochs": None}}
+    folder = tmp_path / "run"
+    assert go(folder, At("on_step", 9), **options).code == KILLED
+    before = newest(folder)
+    assert before.manifest["updates"] == 8
+    assert before.manifest["files"][MODEL]["bytes"] > 256 * 256 * 4 > LIMIT
+
+    ended = process.run(train_on_a_full_disk, folder, probe_of(folder), **options)
+    assert ended.code == 1
+    assert "CheckpointError" in ended.output and "update_000000012" in ended.output
+    assert "saved update" not in ended.output
+    assert newest(folder).path == before.path
+    assert store.load(newest(folder), MODEL).keys() == store.load(before, MODEL).keys()
+    assert os.listdir(folder / "checkpoints") == [before.path.name]
+    log = (folder / "log.txt").read_text()
+    assert log.count("saved update") == 2  # at 4 and 8, by the process before
+
+    assert go(folder, **options).code == 0  # there is room again
+    assert_eq(reference(**options), folder)
+
+
+# --- CK-d: which are kept ---
+
+
+class Kept(Hook):
+    """After the checkpoint hook at each test's end: what is there, and whether it loads."""
+
+    order = Order.CHECKPOINT
+    saves = True  # only so may it stand behind the checkpoint hook
+
+    def __init__(self) -> None:
+        self.seen: list[dict[int, str]] = []
+
+    def on_phase_end(self, task: Task) -> None:
+        if task.train or task.folder is None:
+            return
+        checkpoints = store.Store(task.folder.checkpoints)
+        names = checkpoints.names()
+        for name in names:
+            saved = store.verified(checkpoints.folder / name)
+            assert store.load(saved, MODEL) and store.load(saved, STATE)
+        self.seen.append({store.position(name)[0] // r1.UPDATES: name for name in names})
+        assert len(names) == len(self.seen[-1])
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_ck_d_the_newest_and_the_best_are_kept(tmp_path: Path, keep_last: int) -> None:
+    kept = Kept()
+    save = {"keep_last": keep_last, "keep_best": 1, "metric": "test/score"}
+    task = r1.make_task(
+        tmp_path / "run", epochs=5, test=True,
+        test_meters={"score": Scripted([0.9, 0.5, 0.6, 0.7, 0.8])},
+    )  # fmt: skip
+    Trainer(task, r1.make_hooks(save=save, kept=kept)).train()
+    best = [1, 2, 2, 2, 2]  # the epoch of the least score so far
+    for epoch, there in enumerate(kept.seen, start=1):
+        last = set(range(max(1, epoch - keep_last + 1), epoch + 1))
+        assert set(there) == last | {best[epoch - 1]}
+        assert len(there) <= keep_last + 1
+
+
+def test_ck_d_killed_after_each_test(tmp_path: Path) -> None:
+    """What is kept is known to the next process."""
+    options: dict[str, Any] = {
+        "epochs": 5, "test": True,
+        "test_meters": {"score": Scripted([0.9, 0.5, 0.6, 0.7, 0.8])},
+        "save": {"keep_best": 1, "metric": "test/score"},
+    }  # fmt: skip
+    folder, checkpoints = tmp_path / "run", store.Store(tmp_path / "run" / "checkpoints")
+    for epoch, best in enumerate([1, 2, 2, 2, 2], start=1):
+        at = At("on_phase_end", epoch * r1.UPDATES, phase="test")
+        assert go(folder, at, **options).code == KILLED
+        there = {store.position(name)[0] // r1.UPDATES for name in checkpoints.names()}
+        assert there == {best, epoch}
+        assert [entry[:2] for entry in best_of(folder)] == [[[0.9, 0.5][best > 1], best]]
+    assert go(folder, **options).code == 0
+    assert_eq(reference(**options), folder)
+
+
+def best_of(folder: Path) -> list[list[Any]]:
+    """The checkpoint hook's list of the best: score, epoch, updates, name."""
+    best: list[list[Any]] = equal.state_of(newest(folder))["hooks"]["checkpoint"]["best"]
+    return best
+
+
+def test_ck_d_another_metric_starts_a_new_ranking(tmp_path: Path) -> None:
+    """hooks.checkpoint may change on a resume; scores of another metric are not compared."""
+    folder = tmp_path / "run"
+    first = {"keep_best": 2, "metric": "test/loss"}
+    assert go(folder, epochs=2, test=True, save=first).code == 0
+    assert len(best_of(folder)) == 2
+    second = {"keep_best": 1, "metric": "test/accuracy"}
+    ended = go(folder, epochs=3, test=True, save=second)
+    assert ended.code == 0, ended.output
+    assert [entry[:2] for entry in best_of(folder)] == [[ended.value["final"]["test/accuracy"], 3]]
+    third = {"keep_best": 0}
+    assert go(folder, epochs=4, test=True, save=third).code == 0
+    assert best_of(folder) == []
+    assert len(store.Store(folder / "checkpoints").names()) == 1
+
+
+def test_ck_d_names_only_grow(tmp_path: Path) -> None:
+    """No name is used twice, also when a run is killed between two saves of one update."""
+    options: dict[str, Any] = {"test": True, "save": {"every_updates": 5, "keep_last": 1}}
+    folder = tmp_path / "run"
+    for at in (
+        At("on_step", 5),
+        At("on_step", 10),
+        At("on_phase_end", 10),
+        At("on_step", 10, phase="test", position=1),
+        At("on_step", 10, signal.SIGTERM, phase="test", position=1),
+        At("on_phase_end", 10, phase="test"),
+        At("on_step", 11, signal.SIGTERM),
+    ):
+        assert go(folder, at, **options).code in (KILLED, 0)
+    assert go(folder, **options).code == 0
+    log = (folder / "log.txt").read_text().split()
+    saved = [store.position(word) for word in log if word.startswith("update_")]
+    assert saved == sorted(set(saved))
+    assert [save for updates, save in saved if updates == 10] == [1, 2, 3]
+    assert_eq(reference(**options), folder)
+
+
+def test_ck_d_only_what_the_run_wrote_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    foreign = folder / "checkpoints" / store.folder_name(1, 1)
+    foreign.mkdir(parents=True)
+    (foreign / "precious").write_text("not ours")
+    (folder / "checkpoints" / "notes").write_text("mine")
+    assert go(folder).code == 0
+    assert newest(folder).manifest["updates"] == 30
+    # What looked like a checkpoint and is none was set aside, not deleted.
+    assert (folder / "checkpoints" / "set_aside" / foreign.name / "precious").exists()
+    assert (folder / "checkpoints" / "notes").exists()
+
+
+# --- CK-e: the folder is moved ---
+
+
+def test_ck_e_a_moved_folder_resumes_and_finishes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save": {"every_updates": 3, "keep_best": 1, "metric": "test/loss"},
+                               "test": True}  # fmt: skip
+    old, new = tmp_path / "old" / "run", tmp_path / "new" / "moved"
+    old.parent.mkdir()
+    new.parent.mkdir()
+    assert go(old, At("on_step", 17), **options).code == KILLED
+    shutil.move(old, new)
+    shutil.move(probe_of(old), probe_of(new))
+    shutil.rmtree(tmp_path / "old")
+
+    ended = go(new, **options)
+    assert ended.code == 0, ended.output
+    assert not (tmp_path / "old").exists()
+    assert_eq(reference(**options), new)
+    assert len(store.Store(new / "checkpoints").names()) <= 2
+
+
+# --- CK-f: what is inside ---
+
+LOAD = """
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("omegaconf", "phaseloop", "numpy_never"):
+            raise ImportError(name + " is not here")
+sys.meta_path.insert(0, Refuse())
+import torch
+for path in sys.argv[1:]:
+    print(sorted(torch.load(path, weights_only=True)))
+assert "omegaconf" not in sys.modules
+"""
+
+
+def test_ck_f_loads_without_omegaconf_and_without_phaseloop(tmp_path: Path) -> None:
+    config = {"optimizer": {"lr": 0.1}, "hooks": {"checkpoint": {"keep_last": None}}}
+    options: dict[str, Any] = {"config": config, "test": True, "optimizer_name": "adam",
+                               "hooks": {"average": r1.Average()}}  # fmt: skip
+    saved = newest(reference(**options))
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, saved.path / MODEL, saved.path / STATE],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "0.weight" in done.stdout and "optimizers" in done.stdout
+    assert store.load(saved, STATE)["config"] == config
+
+
+@pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
+@pytest.mark.parametrize("extra", [0, 256])
+def test_ck_f_size(optimizer_name: str, extra: int) -> None:
+    options: dict[str, Any] = {"epochs": 1, "extra": extra, "optimizer_name": optimizer_name}
+    folder = reference(**options)
+    task = r1.make_task(None, **options)
+    parameters = sum(p.numel() * p.element_size() for p in task.bare_model.parameters())
+    optimizer = parameters * {"sgd": 1, "adam": 2}[optimizer_name]  # momentum; two moments
+    size = sum(path.stat().st_size for path in newest(folder).path.iterdir())
+    assert size < 2 * (parameters + optimizer) + 100_000
+
+
+class Odd(Hook):
+    """A hook whose state is not plain."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [{"value": self.state}]}
+
+
+@pytest.mark.parametrize("kind", ["numpy number", "path", "enum", "object"])
+def test_ck_f_what_could_not_be_loaded_is_not_saved(tmp_path: Path, kind: str) -> None:
+    """Found at the save and named, not at the resume, when it is too late."""
+    import numpy as np
+
+    odd = {"numpy number": np.float64(0.5), "path": Path("a"), "enum": signal.SIGTERM,
+           "object": Odd(None)}[kind]  # fmt: skip
+    task = r1.make_task(tmp_path / "run", epochs=1)
+    with pytest.raises(CheckpointError, match=r"hooks\.odd\.inner\.0\.value"):
+        Trainer(task, r1.make_hooks(odd=Odd(odd))).train()
+    assert store.Store(tmp_path / "run" / "checkpoints").names() == []
+
+
+# --- CK-g: nothing in a file is run ---
+
+
+class Bomb:
+    """Unpickled as it would like to be, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("file", [MODEL, STATE])
+def test_ck_g_a_file_that_would_run_code_is_refused(tmp_path: Path, file: str) -> None:
+    folder, proof = interrupted(tmp_path), tmp_path / "proof"
+    good = newest(folder)
+    parts = {part: store.load(good, part) for part in (MODEL, STATE)}
+    parts[file] = {**parts[file], "bomb": Bomb(proof)}
+    facts = {k: v for k, v in good.manifest.items() if k not in ("files", "sha256")}
+    evil = store.Store(folder / "checkpoints").write(store.folder_name(13, 1), parts, facts)
+    assert store.verified(evil.path)  # sizes and checksums are right
+
+    with pytest.raises(CheckpointError, match=file):
+        store.safe_load(evil.path / file)
+    ended = go(folder, **SAVED)
+    assert ended.code == 1
+    assert "CheckpointError" in ended.output and file in ended.output
+    assert not proof.exists()
+    torch.load(evil.path / file, weights_only=False)
+    assert proof.exists()  # it would have run

@@ -1,0 +1,173 @@
+"""The documentation is true: what it shows is run, its tables are the code's, its links lead on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import phaseloop.hooks
+import phaseloop.train_steps
+from phaseloop.engine import registry
+from phaseloop.engine.checkpoint.compare import MAY_CHANGE
+from phaseloop.engine.config import build  # noqa: F401 registers torch's optimizers and losses
+from phaseloop.engine.config.schema import Schema
+from phaseloop.engine.events import EVENTS, Hook, Order
+from phaseloop.engine.trainer import Trainer
+from tests.docs import pages
+
+README = pages.ROOT / "README.md"
+PAGES = [README, *sorted((pages.ROOT / "docs").glob("*.md"))]
+DOCS = pages.ROOT / "docs"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@each_page
+def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    pages.Player(page, tmp_path, started_anew=page.stem == "start").play()
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages.prose(page)):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in _anchors(path), f"{page.name}: {target}"
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
+    for named in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        assert (named[0] or named[1]) in targets
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    for page in DOCS.glob("*.md"):
+        assert f"](docs/{page.name})" in README.read_text()
+
+
+# --- loop.md ---
+
+LOOP = DOCS / "loop.md"
+
+
+def test_the_whole_loop_is_shown() -> None:
+    assert textwrap.dedent(inspect.getsource(Trainer._walk)) in LOOP.read_text()
+
+
+def test_the_table_of_events_names_all_in_order() -> None:
+    assert [row[0] for row in pages.table(LOOP, "event")] == list(EVENTS)
+
+
+def test_the_table_of_hook_order() -> None:
+    wanted = [
+        [
+            entry.name,
+            str(entry.target.order),
+            "yes" if entry.declared["default"] else "no",
+            "yes" if entry.target.only_watches else "no",
+            ", ".join(_listens_to(entry.target)),
+        ]
+        for entry in registry.hooks
+        if entry.target.__module__.startswith(f"{phaseloop.hooks.__name__}.")
+    ]
+    shown = pages.table(LOOP, "hook")
+    assert sorted(shown) == sorted(wanted)
+    orders = [int(row[1]) for row in shown]
+    assert orders == sorted(orders)
+
+
+def test_the_table_of_order_values() -> None:
+    values = {name: value for name, value in vars(Order).items() if name.isupper()}
+    wanted = [[f"Order.{name}", str(value)] for name, value in values.items()]
+    assert [row[:2] for row in pages.table(LOOP, "name")] == wanted
+
+
+def _listens_to(hook: type[Hook]) -> list[str]:
+    return [event for event in EVENTS if getattr(hook, event) is not getattr(Hook, event)]
+
+
+# --- configuration.md ---
+
+CONFIGURATION = DOCS / "configuration.md"
+
+
+def test_the_table_of_root_keys() -> None:
+    assert [row[0] for row in pages.table(CONFIGURATION, "key")] == [f.name for f in fields(Schema)]
+
+
+def test_the_table_of_groups() -> None:
+    files: dict[str, list[str]] = {}
+    for file in (pages.ROOT / "configs").glob("*/*.yaml"):
+        files.setdefault(file.parent.name, []).append(file.stem)
+    wanted = {group: ", ".join(sorted(names)) for group, names in files.items()}
+    assert dict(pages.table(CONFIGURATION, "group")) == wanted
+
+
+def test_the_table_of_registered_names() -> None:
+    kinds = {
+        "train_step": registry.train_steps,
+        "hooks": registry.hooks,
+        "criterion": registry.criteria,
+        "meters": registry.meters,
+        "optimizer": registry.optimizers,
+        "schedule": registry.schedules,
+        "backend": registry.backends,
+    }
+    wanted = {kind: ", ".join(sorted(_ours(names))) for kind, names in kinds.items()}
+    assert dict(pages.table(CONFIGURATION, "for")) == wanted
+
+
+def test_the_list_of_what_may_change() -> None:
+    listed = [row[0] for row in pages.table(CONFIGURATION, "may change")]
+    known = {f.name for f in fields(Schema)}
+    # Keys that the schema does not have yet, and the several test sets that it cannot hold yet.
+    coming = {k for k in MAY_CHANGE if k.split(".")[0] not in known or k.count(".") == 3}
+    coming.add("model.compile")
+    assert sorted(", ".join(listed).split(", ")) == sorted({*MAY_CHANGE} - coming)
+
+
+def _ours(names: registry.Registry) -> list[str]:
+    """Without what other tests of this session have registered."""
+    return [
+        entry.name
+        for entry in names
+        if entry.target.__module__.split(".")[0] in ("phaseloop", "torch")
+    ]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", pages.prose(page), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+# --- the tests' own tools can fail ---
+
+
+def test_output_is_compared_line_by_line_and_in_order() -> None:
+    lines = ["saved a", "loss 0.25", "done"]
+    assert pages.first_missing(["saved a", "loss ...", "done"], lines) is None
+    assert pages.first_missing(["done", "saved a"], lines) == "saved a"
+    assert pages.first_missing(["loss"], lines) == "loss"
+
+
+def test_an_excerpt_is_whole_lines_of_the_source() -> None:
+    source = "class A:\n    def f(self):\n        return 1\n"
+    assert pages.is_excerpt("def f(self):\n    return 1\n", source)
+    assert not pages.is_excerpt("def f(self):\n    return 2\n", source)
+
+
+def test_commands_know_their_exit_codes() -> None:
+    text = "# a remark\necho a \\\n  b\nfalse   # exit code 1\n"
+    assert list(pages.commands(text)) == [("echo a    b", 0), ("false", 1)]

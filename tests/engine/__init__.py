@@ -1,0 +1,1 @@
+"""Tests of the engine's parts, each on its own."""

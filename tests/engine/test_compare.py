@@ -1,0 +1,107 @@
+"""What may change between a run and its continuation, and how the rest is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import phaseloop.hooks
+from phaseloop.engine import registry
+from phaseloop.engine.checkpoint.compare import forbidden_changes
+
+CONFIG: dict[str, Any] = {
+    "seed": 0,
+    "run": {"dir": "runs/a", "resume": "auto", "threads": 1},
+    "phases": {"epochs": 3, "updates": None, "min_epochs": 0, "test_every_epochs": 1},
+    "data": {
+        "train": {"dataset": {"name": "digits", "workers": 3}, "batch_size": 4, "workers": 0,
+                  "micro_batch_size": None, "shuffle": True},
+        "test": {"dataset": {"name": "digits"}, "batch_size": 8, "workers": 0},
+    },
+    "model": {"name": "cnn", "compile": False, "width": 8},
+    "optimizer": {"name": "sgd", "lr": 0.1, "groups": [{"lr": 0.1}]},
+    "hooks": {
+        "learning_rate": {}, "early_stop": {"patience": 3}, "checkpoint": {"keep_last": 1},
+        "metrics_file": {}, "non_finite": {"policy": "stop"}, "mine": {"name": "metrics_file"},
+    },
+}  # fmt: skip
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The configuration with one value changed; ``...`` as value: without the key."""
+
+    def put(tree: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+        key, *rest = keys
+        if not rest:
+            kept = {k: v for k, v in tree.items() if k != key}
+            return kept if value is ... else {**tree, key: value}
+        return {**tree, key: put(tree.get(key, {}), rest)}
+
+    return put(CONFIG, path.split("."))
+
+
+def test_the_same_is_no_change() -> None:
+    assert forbidden_changes(CONFIG, changed("seed", 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("phases.epochs", 5), ("phases.updates", 100), ("phases.min_epochs", 2),
+        ("phases.test_every_epochs", None), ("phases.test_every_updates", 3),
+        ("run.dir", "runs/b"), ("run.threads", 2), ("run.resume", "never"), ("run", ...),
+        ("backend", {"name": "ddp"}), ("launch", {"nodes": 2}), ("plan", True), ("only", "test"),
+        ("data.train.workers", 2), ("data.test.workers", 2), ("data.train.micro_batch_size", 2),
+        ("data.train.accumulate", 2), ("data.train.prefetch", 4), ("data.test.pin_memory", True),
+        ("model.compile", True),
+        ("hooks.early_stop.patience", 9), ("hooks.early_stop", None), ("hooks.early_stop", ...),
+        ("hooks.checkpoint.keep_last", 3), ("hooks.checkpoint", None),
+        ("hooks.metrics_file", None), ("hooks.metrics_file", ...), ("hooks.mine", None),
+        ("hooks.mine.file", "other"), ("hooks.tensorboard", {}),
+        ("hooks.second", {"name": "barrier"}),
+    ],
+)  # fmt: skip
+def test_may_change(path: str, value: Any) -> None:
+    assert forbidden_changes(CONFIG, changed(path, value)) == []
+    assert forbidden_changes(changed(path, value), CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("seed", 1, "seed: 0 -> 1"),
+        ("seed", ..., "seed: 0 -> absent"),
+        ("precision", "bfloat16", "precision: absent -> 'bfloat16'"),
+        ("optimizer.lr", 0.2, "optimizer.lr: 0.1 -> 0.2"),
+        ("optimizer.groups", [{"lr": 0.2}], "optimizer.groups: [{'lr': 0.1}] -> [{'lr': 0.2}]"),
+        ("data.train.batch_size", 8, "data.train.batch_size: 4 -> 8"),
+        ("data.train.shuffle", False, "data.train.shuffle: True -> False"),
+        ("data.train.dataset.workers", 1, "data.train.dataset.workers: 3 -> 1"),
+        ("data.workers", 1, "data.workers: absent -> 1"),
+        ("model.width", 9, "model.width: 8 -> 9"),
+        ("hooks.learning_rate", ..., "hooks.learning_rate: {} -> absent"),
+        ("hooks.mine.name", "learning_rate", "hooks.mine.name: 'metrics_file' -> 'learning_rate'"),
+        ("hooks.unknown", {}, "hooks.unknown: absent -> {}"),
+    ],
+)  # fmt: skip
+def test_all_else_is_named_with_both_values(path: str, value: Any, message: str) -> None:
+    assert forbidden_changes(CONFIG, changed(path, value)) == [message]
+
+
+def test_several_are_all_named() -> None:
+    now = {**changed("seed", 1), "model": {"name": "mlp"}}
+    assert forbidden_changes(CONFIG, now) == [
+        "seed: 0 -> 1",
+        "model.name: 'cnn' -> 'mlp'",
+        "model.width: 8 -> absent",  # compile, gone too, may change
+    ]
+
+
+def test_a_hook_that_declares_nothing_is_taken_to_change_the_training() -> None:
+    assert phaseloop.hooks  # registers them
+    for entry in registry.hooks:
+        watches = entry.target.only_watches  # type: ignore[attr-defined]
+        changes = forbidden_changes({"hooks": {}}, {"hooks": {entry.name: {}}})
+        may = watches or entry.name in ("early_stop", "checkpoint", "non_finite")
+        assert (changes == []) is may, entry.name

@@ -1,0 +1,153 @@
+"""The run's folder: one process at a time, status and small files whole, old runs put aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from phaseloop.engine.checkpoint import resume
+from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.run_folder import RunFolder, put_aside, replace_text
+from tests.rigs import process
+
+
+def hold(path: Path, number: int) -> None:
+    """In another process: take the folder, say so, and be ended by a signal."""
+    folder = RunFolder(path)
+    folder.open()
+    os.kill(os.getpid(), number)
+
+
+def try_to_open(path: Path, resume_: str = "auto") -> str:
+    """In another process: what opening the folder says."""
+    folder = RunFolder(path)
+    try:
+        resume.open_folder(folder, resume_)
+    except PhaseloopError as error:
+        return str(error)
+    return "opened"
+
+
+def fork_and_die(path: Path) -> int:
+    """In another process: take the folder, leave a child behind, and die."""
+    folder = RunFolder(path)
+    folder.open()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    (path / "child").write_text(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
+    return child
+
+
+@pytest.mark.parametrize("how", ["auto", "never"])
+def test_a_second_process_is_refused(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder(path)
+    folder.open()
+    folder.write_status({"status": "running"})
+    said = process.result(try_to_open, path, how)
+    assert f"process {os.getpid()} on {os.uname().nodename}" in said
+    assert str(path) in said and "run.dir" in said
+    assert folder.status()["status"] == "running"
+    assert not path.with_name("run.old-1").exists()  # it was not taken away under our feet
+    folder.close()
+    assert process.result(try_to_open, path, how) == "opened"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dead_process_holds_no_lock(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "run"
+    assert process.run(hold, path, number).code == -number
+    assert process.result(try_to_open, path) == "opened"
+
+
+def test_a_child_left_behind_holds_no_lock(tmp_path: Path) -> None:
+    """As a loader's worker would be, for the moment until it has noticed."""
+    path = tmp_path / "run"
+    assert process.run(fork_and_die, path).code == -signal.SIGKILL
+    child = int((path / "child").read_text())
+    assert process.alive(child)
+    assert process.result(try_to_open, path) == "opened"
+    os.kill(child, signal.SIGKILL)
+
+
+def test_opened_again_after_closing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    for _ in range(2):
+        folder.open()
+        folder.close()
+    folder.close()
+
+
+def test_a_path_that_cannot_be_a_folder_names_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"run\.dir: .*file"):
+            RunFolder(path).open()
+
+
+def test_status_is_whole_or_absent(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.status() == {}
+    folder.write_status({"status": "running", "updates": 3})
+    assert folder.status()["updates"] == 3
+    for text in ("", "{", "[]"):
+        (tmp_path / "status.json").write_text(text)
+        assert folder.status() == {}
+    folder.write_status({"status": "finished"})
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
+    assert os.listdir(tmp_path) == ["status.json"]  # no temporary file stays
+
+
+def test_replacing_leaves_the_old_text_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.json"
+    replace_text(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        replace_text(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_putting_aside_takes_the_next_free_number(tmp_path: Path) -> None:
+    path = tmp_path / "digits"
+    for number in (1, 2, 3):
+        path.mkdir()
+        (path / str(number)).touch()
+        assert put_aside(path) == tmp_path / f"digits.old-{number}"
+        assert (tmp_path / f"digits.old-{number}" / str(number)).exists()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("trace", ["status.json", "checkpoints"])
+def test_never_puts_aside_whatever_a_run_has_left(tmp_path: Path, trace: str) -> None:
+    """A run's checkpoints alone are enough to be taken for the run to continue."""
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / trace).mkdir()
+    folder = RunFolder(path)
+    resume.open_folder(folder, "never")
+    assert (tmp_path / "run.old-1" / trace).exists()
+    assert not (path / trace).exists()
+    folder.close()
+
+
+def test_never_in_a_new_folder_puts_nothing_aside(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "notes").touch()
+    folder = RunFolder(path)
+    resume.open_folder(folder, "never")
+    assert (path / "notes").exists()
+    assert os.listdir(tmp_path) == ["run"]
+    folder.close()

@@ -1,0 +1,212 @@
+"""Hook ``progress``: sparse lines in a pipe, a bar in a terminal, nothing between log points."""
+
+import io
+import os
+import re
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from phaseloop import ConfigError, Trainer, default_hooks
+from phaseloop.engine.recorder import Recorder
+from phaseloop.hooks import progress
+from phaseloop.hooks.console import Console
+from phaseloop.hooks.progress import Progress
+from tests.rigs import process, r1
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+def lines_of(capsys, **options):
+    """Train R1 with a progress hook alone; what it printed."""
+    hook = options.pop("hook")
+    Trainer(r1.make_task(None, **options), {"progress": hook}).train()
+    return capsys.readouterr().out.splitlines()
+
+
+class Clock:
+    """A clock that goes on by a fixed time whenever it is read."""
+
+    def __init__(self, by):
+        self.by = by
+        self.now = 0.0
+
+    def monotonic(self):
+        self.now += self.by
+        return self.now
+
+
+def test_a_line_at_log_points(capsys):
+    lines = lines_of(capsys, hook=Progress(seconds=0), run={"log_every": 10})
+    pattern = r"epoch (\d) update (\d+)/30 loss \d\.\d{4} lr 1\.0e-01 [\d,]+ samples/s"
+    assert [re.fullmatch(pattern, line).groups() for line in lines] == [
+        ("1", "10"),
+        ("2", "20"),
+        ("3", "30"),
+    ]
+
+
+def test_lines_keep_their_distance(capsys, monkeypatch):
+    # Read once at the start and once per update: 10 s are over at every third update.
+    monkeypatch.setattr(progress, "time", Clock(by=4.0))
+    lines = lines_of(capsys, hook=Progress(seconds=10))
+    updates = [int(re.search(r"update (\d+)/", line)[1]) for line in lines]
+    assert updates == list(range(3, 31, 3))
+
+
+def test_the_device_is_read_only_when_something_is_shown(capsys, monkeypatch):
+    asked = []
+    row = Recorder.row
+    monkeypatch.setattr(Recorder, "row", lambda self: asked.append(1) or row(self))
+    lines_of(capsys, hook=Progress(seconds=0), run={"log_every": 10})
+    assert len(asked) == 30 / 10
+    asked.clear()
+    monkeypatch.setattr(progress, "time", Clock(by=0.0))
+    lines_of(capsys, hook=Progress(seconds=10), run={"log_every": 10})
+    assert asked == []
+
+
+def test_tests_do_not_count_as_training(capsys):
+    lines = lines_of(capsys, hook=Progress(seconds=0), test=True, run={"log_every": 10})
+    assert len(lines) == 3
+
+
+def test_negative_seconds_are_refused():
+    with pytest.raises(ConfigError, match=r"hooks\.progress\.seconds"):
+        Progress(seconds=-1)
+
+
+def _imports_rich(seconds):
+    Trainer(r1.make_task(None, epochs=1), {"progress": Progress(seconds)}).train()
+    return "rich.progress" in sys.modules
+
+
+def test_rich_is_not_imported_outside_a_terminal():
+    assert process.result(_imports_rich, 0.0) is False
+
+
+# --- in a terminal ---
+
+
+class Terminal:
+    """A pseudo-terminal in the place of ``sys.stdout``; ``text`` is all that was printed."""
+
+    def __init__(self, monkeypatch):
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLUMNS", "160")
+        self._far, near = os.openpty()
+        self._chunks = []
+        self.stdout = io.TextIOWrapper(os.fdopen(near, "wb", 0), write_through=True)
+        monkeypatch.setattr(sys, "stdout", self.stdout)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        while True:
+            try:
+                chunk = os.read(self._far, 65536)
+            except OSError:  # the near end is closed
+                return
+            self._chunks.append(chunk)
+
+    def close(self):
+        self.stdout.close()
+        self._reader.join()
+        os.close(self._far)
+        return b"".join(self._chunks).decode()
+
+
+def plain(text):
+    """Without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Every log point is shown, however fast they come."""
+    monkeypatch.setattr(progress, "_BAR_SECONDS", 0.0)
+
+
+def test_a_bar_and_whole_log_lines(monkeypatch, eager):
+    terminal = Terminal(monkeypatch)
+    hooks = default_hooks(curves=None, tensorboard=None, checkpoint=None)
+    Trainer(r1.make_task(None, test=True), hooks).train()
+    assert sys.stdout is terminal.stdout  # what rich put there is taken away again
+    text = terminal.close()
+    found = re.split(r"[\r\n]+", plain(text))
+    assert sum(line.startswith(f"epoch {epoch}/3  update") for line in found for epoch in (1, 2, 3))
+    assert {f"epoch {e}/3" for e in (1, 2, 3)} <= {line[:9] for line in found}
+    assert any(re.search(r"30/30 +loss \d\.\d{4}  lr 1\.0e-01", line) for line in found)
+    assert any(line.startswith("finished  ") for line in found)
+    assert "to go" in text
+    assert "epoch 2/3 test" in text
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+
+
+def test_a_killed_run_leaves_the_cursor_visible(monkeypatch):
+    terminal = Terminal(monkeypatch)
+    Trainer(r1.make_task(None), {"progress": Progress()}).train()
+    text = terminal.close()
+    first_bar = text.index("0/30")
+    assert text.index(HIDE_CURSOR) < text.index(SHOW_CURSOR) < first_bar
+    assert HIDE_CURSOR not in text[first_bar:]
+
+
+def test_an_error_closes_the_bar(monkeypatch, eager):
+    terminal = Terminal(monkeypatch)
+    hooks = {"progress": Progress(), "at": r1.At("on_step", 13, "raise")}
+    with pytest.raises(r1.ToldError):
+        Trainer(r1.make_task(None), hooks).train()
+    assert sys.stdout is terminal.stdout
+    text = terminal.close()
+    assert "ERROR: ToldError: on_step at 13" in plain(text)
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+
+
+def test_a_resumed_bar_begins_where_the_run_stands(monkeypatch, capsys, tmp_path):
+    stop = r1.At("on_step", 13, signal.SIGINT)
+    Trainer(r1.make_task(tmp_path), r1.make_hooks(at=stop)).train()
+    terminal = Terminal(monkeypatch)
+    Trainer(r1.make_task(tmp_path), r1.make_hooks(progress=Progress())).train()
+    counts = re.findall(r"(\d+)/30", plain(terminal.close()))
+    assert counts[0] == "13"
+
+
+def test_a_run_with_nothing_left_shows_no_bar(monkeypatch, tmp_path):
+    Trainer(r1.make_task(tmp_path), r1.make_hooks()).train()
+    terminal = Terminal(monkeypatch)
+    Trainer(r1.make_task(tmp_path), r1.make_hooks(progress=Progress())).train()
+    assert HIDE_CURSOR not in terminal.close()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
+    terminal = Terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    hooks = {"progress": Progress(seconds=0), "console": Console()}
+    Trainer(r1.make_task(None, run={"log_every": 10}), hooks).train()
+    text = terminal.close()
+    assert "\x1b" not in text
+    assert "epoch 3 update 30/30 loss" in text
+
+
+def test_ranks_but_the_primary_are_silent(capsys, monkeypatch):
+    task = r1.make_task(None)
+    monkeypatch.setattr(type(task), "primary", property(lambda self: False))
+    Trainer(task, {"progress": Progress(seconds=0)}).train()
+    assert capsys.readouterr().out == ""
+
+
+def test_time_to_go():
+    task = SimpleNamespace(
+        plan=SimpleNamespace(updates=100),
+        progress=SimpleNamespace(updates=40, samples=160),
+        train_data=SimpleNamespace(batch_size=4),
+    )
+    hook = Progress()
+    hook._whole = SimpleNamespace(rate=lambda samples: 8.0)
+    assert hook._to_go(task) == "30 s to go"  # 60 updates of 4 samples at 8 a second
