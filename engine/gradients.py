@@ -109,10 +109,7 @@ def apply_update(task: Task) -> None:
     Order: average over processes, correct the weighting, ``on_gradients`` (learning rate, finite
     check, users' hooks), clip, optimizers, gradients to None, ``on_update``.
     """
-    groups = 0
-    for optimizer in task.optimizers.values():
-        groups += len(optimizer.param_groups)
-    if groups != task.groups:  # a hook has added one, to unfreeze something, say
+    if count_groups(task.optimizers) != task.groups:  # a hook added one inside this window
         task.find_parameters()
     parameters = task.trainable
     task.accumulator.applied = True
@@ -153,6 +150,14 @@ def clear(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Set all gradients to None, which costs nothing and keeps unused parameters unused."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def count_groups(optimizers: Mapping[str, Optimizer]) -> int:
+    """Parameter groups of all optimizers."""
+    groups = 0
+    for optimizer in optimizers.values():
+        groups += len(optimizer.param_groups)
+    return groups
 
 
 def optimized(optimizers: Mapping[str, Optimizer]) -> list[torch.nn.Parameter]:

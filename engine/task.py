@@ -12,23 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phaseloop.engine import rng
+from phaseloop.engine import assembly, rng
 from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
-from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.checkpoint.optimizer_state import check_names, parameter_names
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError
 from phaseloop.engine.events import Dispatcher
-from phaseloop.engine.gradients import Accumulator, apply_update, optimized
+from phaseloop.engine.gradients import Accumulator, apply_update, clear, count_groups, optimized
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
-from phaseloop.engine.registry import train_steps
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule
 from phaseloop.engine.settings import Gradients, Run
@@ -99,10 +96,10 @@ class Task(Walk):
         self.backend = backend or Single()
         self.train_data = train
         self.test_data = {"test": test} if isinstance(test, Data) else dict(test or {})
-        self._check()
-        self.train_step, self.whole_model_forward = _resolve_step(train_step)
+        assembly.check(self)
+        self.train_step, self.whole_model_forward = assembly.resolve_step(train_step)
         self.schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
-        self._optimizer = optimizer
+        self.given_optimizer = optimizer
         self.optimizers: dict[str, Optimizer] = {}
         self.rates: dict[str, Rates] = {}
         self.loaders = {}
@@ -316,32 +313,7 @@ class Task(Walk):
         Raises:
             PhaseloopError: called again: what a run leaves behind is no start for another.
         """
-        if self.optimizers or self.loaders:
-            raise PhaseloopError("this task was trained already; make another one")
-        if not self.bare_model.training:
-            log.warning("the model is in evaluation mode and is trained so; call model.train()")
-        self.backend.setup()
-        self.precision.prepare(self.bare_model)
-        self.model = self.backend.prepare_model(self.bare_model)
-        if isinstance(self.criterion_module, nn.Module):
-            self.precision.prepare(self.criterion_module)
-            self.criterion_module.to(self.device)
-        for meters in self.meter_sets.values():
-            meters.to(self.device)
-        self.optimizers = self._make_optimizers()
-        self.find_parameters()
-        self.identity = identity(self)
-        self.accumulator = Accumulator(self.backend.world_size)
-        self._make_loaders()
-        trains = TRAIN in self.loaders and not self.test_only
-        windows = self.loaders[TRAIN].windows if trains else 0
-        self.plan = PhasePlan(self.phases, windows, list(self.test_data))
-        for schedule in self.schedules:
-            schedule.plan(self.plan.updates, self.plan.epochs)
-        self.unset_rates = bool(self.schedules)
-        self.rates = {
-            name: Rates(optimizer, self.schedules) for name, optimizer in self.optimizers.items()
-        }
+        assembly.build(self)
 
     def find_parameters(self) -> None:
         """Look up which parameters the optimizers move, again after a group was added.
@@ -354,7 +326,16 @@ class Task(Walk):
         for optimizer in self.optimizers.values():
             check_names(optimizer, names)
         self.trainable = optimized(self.optimizers)
-        self.groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers.values())
+        self.groups = count_groups(self.optimizers)
+
+    def take_added_groups(self) -> None:
+        """At a window's start: move what a hook has added to an optimizer, to unfreeze it, say.
+
+        What its parameters gathered while no optimizer had them is no part of any update.
+        """
+        if count_groups(self.optimizers) != self.groups:
+            self.find_parameters()
+            clear(self.trainable)
 
     def seed_all(self) -> None:
         """Start every generator of this process afresh, from the seed and the rank alone."""
@@ -384,52 +365,6 @@ class Task(Walk):
             loader.close()
         self.backend.teardown()
 
-    def _check(self) -> None:
-        self.phases.check()
-        self.gradients.check()
-        self.run.check()
-        if TRAIN in self.test_data:
-            raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
-        if self.train_data is None and not self.test_data:
-            raise ConfigError("data", "there is neither training nor test data")
-        if self.train_data is not None:
-            self.train_data.check("data.train", train=True)
-        for name, data in self.test_data.items():
-            data.check("data.test" if name == "test" else f"data.test.{name}", train=False)
-
-    def _make_optimizers(self) -> dict[str, Optimizer]:
-        given = self._optimizer
-        if given is None:
-            if self.train_data is not None:
-                raise ConfigError("optimizer", "training needs an optimizer")
-            return {}
-        made = given if isinstance(given, (Optimizer, Mapping)) else given(self.bare_model)
-        named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
-        return {name: self.backend.prepare_optimizer(o) for name, o in named.items()}
-
-    def _make_loaders(self) -> None:
-        training = {} if self.train_data is None else {TRAIN: self.train_data}
-        # Numbered among its kind: a test draws the same whether there is training data or not.
-        sources = [*enumerate(training.items()), *enumerate(self.test_data.items())]
-        for number, (name, data) in sources:
-            self.loaders[name] = Loader(
-                data,
-                train=name == TRAIN,
-                source=number,
-                seed=self.seed,
-                device=self.device,
-                world_size=self.backend.world_size,
-                rank=self.backend.rank,
-            )
-        train = self.train_data
-        if train is not None and len(train.dataset) < train.batch_size:
-            log.warning(
-                "data.train: %d samples are fewer than batch_size %d: each epoch is one smaller "
-                "update",
-                len(train.dataset),
-                train.batch_size,
-            )
-
     def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
         named = {name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
         self.meters.add_parts(named, weight)
@@ -453,15 +388,3 @@ def _scalar(value: Tensor, key: str) -> Tensor:
             key, f"a tensor of shape {list(value.shape)} is not one number; take its mean"
         )
     return value.detach().reshape(())
-
-
-def _resolve_step(step: str | Callable[[Any], None]) -> tuple[Callable[[Any], None], bool]:
-    """The step to call, and whether it declared to call the model as a whole."""
-    if isinstance(step, str):
-        entry = train_steps.get(step)
-        made = entry.target() if isinstance(entry.target, type) else entry.target
-        return made, bool(entry.declared["whole_model_forward"])
-    if not callable(step):
-        raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
-    declared = next((e for e in train_steps if e.target in (step, type(step))), None)
-    return step, bool(declared and declared.declared["whole_model_forward"])

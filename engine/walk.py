@@ -254,6 +254,8 @@ class Walk:
             self.signals.waiting = False
         if accumulator.closed:
             accumulator.begin(window)
+            if self.train:
+                self.take_added_groups()
         accumulator.taken += 1
         self._pending = batch
         self.step_is_empty = batch is None
@@ -317,6 +319,10 @@ class Walk:
 
     def forget_test_draws(self) -> None:
         """Set every generator to where the test phase found it; implemented by the task."""
+        raise NotImplementedError
+
+    def take_added_groups(self) -> None:
+        """Move what a hook has added to an optimizer; implemented by the task."""
         raise NotImplementedError
 
     def small_state(self) -> dict[str, Any]:

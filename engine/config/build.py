@@ -23,7 +23,7 @@ from phaseloop.engine import (
 )
 from phaseloop.engine.backends import Backend
 from phaseloop.engine.config.components import Components
-from phaseloop.engine.config.schema import Component, DataSet, Schema, TestSet
+from phaseloop.engine.config.schema import Component, Schema, TestSet
 from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
@@ -126,7 +126,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _data(data: DataSet | TestSet | None, components: Components, key: str) -> Data | None:
+def _data(data: TestSet | None, components: Components, key: str) -> Data | None:
     if data is None:
         return None
     options = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}

@@ -114,16 +114,19 @@ def normalize(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
     return result
 
 
-def merge(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
+def merge(
+    lower: Mapping[str, Any], higher: Mapping[str, Any], one_layer: bool = False
+) -> dict[str, Any]:
     """``higher`` over ``lower``: mappings key by key, everything else replaced whole.
 
-    A mapping whose ``name`` or ``_target_`` changes is another component: it starts empty.
+    A mapping whose ``name`` or ``_target_`` changes is another component: it starts empty, unless
+    both are parts of one layer.
     """
-    merged = {} if _is_another(lower, higher) else dict(lower)
+    merged = {} if not one_layer and _is_another(lower, higher) else dict(lower)
     for key, value in higher.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(old, value)
+            merged[key] = merge(old, value, one_layer)
         else:
             merged[key] = value
     return merged
@@ -279,20 +282,8 @@ def _apply(config: dict[str, Any], overrides: Iterable[Override]) -> dict[str, A
             layer = {}
         else:
             word = _embed({path[-1]: _plain(override.value())}, ".".join(path[:-1]))
-            layer = _overlay(layer, word)
+            layer = merge(layer, word, one_layer=True)
     return _merge_layer(config, layer)
-
-
-def _overlay(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
-    """Key by key, whatever is named: both belong to one layer."""
-    merged = dict(lower)
-    for key, value in higher.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = _overlay(old, value)
-        else:
-            merged[key] = value
-    return merged
 
 
 def _plain(value: Any) -> Any:

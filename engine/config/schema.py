@@ -17,15 +17,16 @@ Component = dict[str, Any]
 
 
 @dataclass
-class DataSet:
-    """``data.train``; see :class:`phaseloop.engine.data.source.Data`."""
+class TestSet:
+    """``data.test``: in the dataset's order, and no sample left out.
+
+    See :class:`phaseloop.engine.data.source.Data`.
+    """
 
     dataset: Component
     batch_size: int
     micro_batch_size: int | None = None
     accumulate: int | None = None
-    shuffle: bool = True
-    drop_last: bool = False
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool | None = None
@@ -33,24 +34,18 @@ class DataSet:
 
 
 @dataclass
-class TestSet:
-    """``data.test``: in the dataset's order, and no sample left out."""
+class TrainSet(TestSet):
+    """``data.train``."""
 
-    dataset: Component
-    batch_size: int
-    micro_batch_size: int | None = None
-    accumulate: int | None = None
-    workers: int = 0
-    prefetch: int = 2
-    pin_memory: bool | None = None
-    collate: Component | None = None
+    shuffle: bool = True
+    drop_last: bool = False
 
 
 @dataclass
 class DataSets:
     """``data``."""
 
-    train: DataSet | None = None
+    train: TrainSet | None = None
     test: TestSet | None = None
 
 

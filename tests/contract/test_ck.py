@@ -235,13 +235,24 @@ def test_ck_b_two_damaged_ones_of_one_name_are_both_kept_aside(tmp_path: Path) -
 
 
 def test_ck_b_no_whole_one_is_left(tmp_path: Path) -> None:
+    """A run is not begun anew in silence: nothing is changed until it is asked for."""
     folder = interrupted(tmp_path)
-    for name in store.Store(folder / "checkpoints").names():
+    names = store.Store(folder / "checkpoints").names()
+    for name in names:
         flip(folder / "checkpoints" / name / STATE, 0.5)
-    ended = go(folder, **SAVED)
-    assert ended.code == 0, ended.output
-    assert [line["update"] for line in r1.lives(probe_of(folder))[1]] == list(range(1, 31))
+    rows = (folder / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # the second finds them set aside
+        ended = go(folder, **SAVED)
+        assert ended.code == 1
+        assert "CheckpointError" in ended.output and "run.resume=never" in ended.output
+        assert all(name in ended.output for name in names)
+    assert sorted(os.listdir(folder / "checkpoints" / "set_aside")) == names
+    assert (folder / "metrics.jsonl").read_bytes() == rows
+
+    assert go(folder, run={"resume": "never"}, **SAVED).code == 0
+    assert [line["update"] for line in r1.lives(probe_of(folder))[-1]] == list(range(1, 31))
     assert_eq(reference(**SAVED), folder)
+    assert sorted(os.listdir(tmp_path / "run.old-1" / "checkpoints" / "set_aside")) == names
 
 
 # --- CK-c: the disk is full ---
@@ -381,16 +392,14 @@ def test_ck_d_names_only_grow(tmp_path: Path) -> None:
 
 
 def test_ck_d_only_what_the_run_wrote_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    foreign = folder / "checkpoints" / store.folder_name(1, 1)
-    foreign.mkdir(parents=True)
-    (foreign / "precious").write_text("not ours")
-    (folder / "checkpoints" / "notes").write_text("mine")
-    assert go(folder).code == 0
+    folder = interrupted(tmp_path)  # with checkpoints at 6, 9 and 12
+    checkpoints = folder / "checkpoints"
+    copied = checkpoints / store.folder_name(5, 1)
+    shutil.copytree(checkpoints / store.folder_name(6, 1), copied)
+    (checkpoints / "notes").write_text("mine")
+    assert go(folder, save={"every_updates": 3, "every_epochs": None}).code == 0
     assert newest(folder).manifest["updates"] == 30
-    # What looked like a checkpoint and is none was set aside, not deleted.
-    assert (folder / "checkpoints" / "set_aside" / foreign.name / "precious").exists()
-    assert (folder / "checkpoints" / "notes").exists()
+    assert sorted(os.listdir(checkpoints)) == ["notes", copied.name, newest(folder).path.name]
 
 
 # --- CK-e: the folder is moved ---

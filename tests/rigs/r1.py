@@ -266,10 +266,10 @@ class Probe(Hook):
         if not task.train:
             draws()
         elif task.accumulator.closed:
-            assert task.loss is not None
+            loss = None if task.loss is None else float(task.loss)  # None: nothing was collated
             self._write(
                 task, "update", ids=self._ids, rates=self._rates, draws=draws(),
-                loss=float(task.loss), counted=task.updated, steps=task.progress.steps,
+                loss=loss, counted=task.updated, steps=task.progress.steps,
             )  # fmt: skip
             self._ids, self._rates = [], []
 
