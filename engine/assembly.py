@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import Accumulator, clear
-from phaseloop.engine.phases import TRAIN, PhasePlan
+from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.registry import train_steps
-from phaseloop.engine.schedules import Rates
+from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.settings import Gradients, Run
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -25,6 +27,7 @@ log = logging.getLogger("phaseloop")
 
 def check(task: Task) -> None:
     """Raises ConfigError or DataError for what is wrong with a task by itself."""
+    _check_types(task)
     task.phases.check()
     task.gradients.check()
     task.run.check()
@@ -36,6 +39,25 @@ def check(task: Task) -> None:
         task.train_data.check("data.train", train=True)
     for name, data in task.test_data.items():
         data.check("data.test" if name == "test" else f"data.test.{name}", train=False)
+
+
+def _check_types(task: Task) -> None:
+    """What a Python user mixes up most easily, in a sentence and not an AttributeError later."""
+    wanted: list[tuple[str, object, type]] = [
+        ("phases", task.phases, Phases),
+        ("model", task.bare_model, nn.Module),
+        ("gradients", task.gradients, Gradients),
+        ("run", task.run, Run),
+        *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
+        *(("schedule", schedule, Schedule) for schedule in task.schedules),
+    ]
+    if task.train_data is not None:
+        wanted.append(("train", task.train_data, Data))
+    for name, given, cls in wanted:
+        if not isinstance(given, cls):
+            raise ConfigError(
+                name, f"a {type(given).__name__} was given where a {cls.__name__} is due"
+            )
 
 
 def resolve_step(step: str | Callable[[Any], None]) -> tuple[Callable[[Any], None], bool]:
@@ -87,6 +109,11 @@ def _make_optimizers(task: Task) -> dict[str, Optimizer]:
         if task.train_data is not None:
             raise ConfigError("optimizer", "training needs an optimizer")
         return {}
+    if isinstance(given, type) or not (isinstance(given, (Optimizer, Mapping)) or callable(given)):
+        raise ConfigError(
+            "optimizer",
+            "give an optimizer, several by name, or a function of the model that makes them",
+        )
     made = given if isinstance(given, (Optimizer, Mapping)) else given(task.bare_model)
     named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
     return {name: task.backend.prepare_optimizer(o) for name, o in named.items()}

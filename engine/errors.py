@@ -43,6 +43,10 @@ class CheckpointError(PhaseloopError):
     """A checkpoint cannot be written, read or trusted, or does not fit this run."""
 
 
+class InUseError(PhaseloopError):
+    """Another process trains in the run's folder."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint is incomplete or not what was written; one before it may be whole."""
 

@@ -130,6 +130,8 @@ class Dispatcher:
     on_loop_end: Callable[[Task], None]
 
     def __init__(self, hooks: Mapping[str, Hook]) -> None:
+        if not isinstance(hooks, Mapping):
+            raise ConfigError("hooks", "give a mapping of names to hooks")
         for name, hook in hooks.items():
             _check(name, hook)
             hook.name = name

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import yaml
 
-from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.errors import ConfigError, InUseError
 
 log = logging.getLogger("phaseloop")
 
@@ -46,7 +46,7 @@ class RunFolder:
 
         Raises:
             ConfigError: the path is a file, or cannot be made or written.
-            PhaseloopError: another process trains in this folder.
+            InUseError: another process trains in this folder.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class RunFolder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
-            raise PhaseloopError(
+            raise InUseError(
                 f"another process ({self._lock.read().strip() or 'unknown'}) is training in "
                 f"{self.path}; wait for it, or use another run.dir"
             ) from None
@@ -132,7 +132,7 @@ class ConsoleHandler(logging.Handler):
         if getattr(record, "only_file", False):
             return
         try:
-            text = self.format(record)
+            text = record.getMessage()  # a traceback goes to log.txt; the caller prints it
             prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
             print(f"{prefix}{text}", file=sys.stdout, flush=True)
         except Exception:

@@ -16,6 +16,7 @@ from typing import Any
 
 log = logging.getLogger("phaseloop")
 
+_ANSWER = b"\nstopping at the next border; Ctrl-C twice within a second leaves at once, unsaved\n"
 _AT_ONCE = 1.0  # a second Ctrl-C within this many seconds does not wait for a border
 
 
@@ -92,6 +93,7 @@ class Signals:
         now = time.monotonic()
         if now - self._last_interrupt <= _AT_ONCE:
             raise KeyboardInterrupt("second Ctrl-C: leaving at once, unsaved")
+        os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
         self._last_interrupt = now
 
     def _start_timer(self) -> None:

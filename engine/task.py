@@ -95,10 +95,10 @@ class Task(Walk):
         self.precision = Precision(precision)
         self.backend = backend or Single()
         self.train_data = train
-        self.test_data = {"test": test} if isinstance(test, Data) else dict(test or {})
+        self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
+        self.schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule]
         assembly.check(self)
         self.train_step, self.whole_model_forward = assembly.resolve_step(train_step)
-        self.schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
         self.given_optimizer = optimizer
         self.optimizers: dict[str, Optimizer] = {}
         self.rates: dict[str, Rates] = {}

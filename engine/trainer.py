@@ -165,7 +165,8 @@ class Trainer:
         hint = _hint(error)
         # Whoever called says what is wrong with a configuration; twice would be once too often.
         extra = ONLY_FILE if isinstance(error, ConfigError) else None
-        log.error("%s%s", outcome.reason, f" ({hint})" if hint else "", extra=extra)
+        shown = f" ({hint})" if hint else ""
+        log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
             later = self.hooks.call_isolated("on_exception", task, error)
             later += self.hooks.call_isolated("on_end", task, outcome)

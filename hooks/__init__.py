@@ -3,6 +3,7 @@
 if not __name__.startswith("phaseloop."):
     raise ImportError("import phaseloop.hooks, not hooks: a second copy has registries of its own")
 
+from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
@@ -27,8 +28,18 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
     Args:
         changes: instance name to a hook that is added or takes the place of the default of that
             name, or to None, which leaves it out.
+
+    Raises:
+        ConfigError: a name to leave out is not among the defaults.
     """
     hooks: dict[str, Hook | None] = {**registered_defaults()}
+    for name, hook in changes.items():
+        if hook is None and name not in hooks:
+            raise ConfigError(
+                f"hooks.{name}",
+                f"there is none to leave out.{nearest(name, hooks)} "
+                f"On by default: {listing(hooks)}",
+            )
     hooks.update(changes)
     return {name: hook for name, hook in hooks.items() if hook is not None}
 

@@ -171,7 +171,7 @@ def _position(task: Task) -> str:
 
 
 def _done(task: Task, outcome: Outcome) -> Rows:
-    amount = f"{counted(outcome.updates, 'update')}, {counted(task.progress.epoch, 'epoch')}"
+    amount = f"{counted(outcome.updates, 'update')}, {counted(_epochs(task), 'epoch')}"
     if task.test_only:
         return [("tested", task.resumed_from), *_results(outcome)]
     spent = f"{duration(outcome.seconds)}{' since the resume' if task.resumed else ''}"
@@ -222,3 +222,8 @@ def _places(task: Task) -> Rows:
         "tensorboard": root / "tensorboard",
     }
     return [(label, str(path)) for label, path in places.items() if path.exists()]
+
+
+def _epochs(task: Task) -> int:
+    """Epochs completed."""
+    return task.progress.epoch - task.progress.epoch_open

@@ -15,7 +15,7 @@ from typing import Any
 
 from phaseloop.engine.config import compose as composing
 from phaseloop.engine.config import schema as schemas
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -80,6 +80,13 @@ def run(overrides: Sequence[str], job_folder: str = "") -> int:
     except ConfigError as error:
         print(f"wrong configuration: {error}", file=sys.stderr)
         return WRONG_CONFIG
+    except (DataError, CheckpointError, InUseError) as error:
+        # Said in a sentence; a traceback only where another error is behind it.
+        if error.__cause__ is not None:
+            traceback.print_exc()
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:

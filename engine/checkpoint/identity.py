@@ -39,8 +39,8 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
-    groups = [
-        {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
-        for group in optimizer.param_groups
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups}
+    groups = {
+        f"group {number}": {k: v for k, v in group.items() if isinstance(v, _PLAIN)}
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    return {"class": type(optimizer).__name__, **groups}

@@ -20,13 +20,24 @@ log = logging.getLogger("phaseloop")
 
 
 def open_folder(folder: RunFolder, resume: str) -> None:
-    """Take the run's folder; with ``resume=never`` an old run's folder is put aside first."""
+    """Take the run's folder.
+
+    An old run's folder is put aside first with ``resume=never``, and where its checkpoints are
+    gone: its rows and pictures are all that is left of it.
+    """
     folder.open()  # first of all: it may be another process's, at work in it
-    if resume == "never" and ((folder.path / STATUS).exists() or folder.checkpoints.exists()):
-        log.info("run.resume=never: the old run is now in %s", put_aside(folder.path))
-        folder.close()
-        folder.open()
+    there = (folder.path / STATUS).exists() or folder.checkpoints.exists()
+    if resume == "never" and there:
+        _put_aside(folder, "run.resume=never")
+    elif resume == "auto" and not folder.checkpoints.exists() and folder.status().get("updates"):
+        _put_aside(folder, "there is no checkpoint to go on from")
     store.Store(folder.checkpoints).clean()
+
+
+def _put_aside(folder: RunFolder, why: str) -> None:
+    log.warning("%s: the old run is now in %s", why, put_aside(folder.path))
+    folder.close()
+    folder.open()
 
 
 def find(task: Task) -> store.Saved | None:

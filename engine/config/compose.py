@@ -77,6 +77,8 @@ def compose(overrides: Sequence[str]) -> Composed:
         ) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("", _first_line(error)) from None
+    except RecursionError:
+        raise ConfigError("defaults", "an experiment's defaults lead back to itself") from None
     except (yaml.YAMLError, ValueError) as error:  # a file that cannot be parsed
         raise ConfigError("", " ".join(str(error).split())) from None
 

@@ -99,6 +99,8 @@ def check(config: dict[str, Any]) -> Schema:
     schema.phases.check("phases")
     schema.gradients.check("gradients")
     schema.run.check("run")
+    if not 0 <= schema.seed < 1 << 63:
+        raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")
     for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
         if data is not None:
             check_options(data, key)

@@ -99,7 +99,7 @@ def _convert_union(members: tuple[Any, ...], value: Any, path: str) -> Any:
     problems = []
     members = tuple(member for member in members if member is not type(None))
     for member in sorted(members, key=lambda m: m is not type(value)):  # an exact match first
-        if not _is_ours(member) and type(value) in (bool, int, float, str, type(None)):
+        if not _is_ours(member) and type(value) in (bool, int, float, str, list, type(None)):
             continue  # a tensor, a callable: no plain value is one
         try:
             return convert(member, value, path)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phaseloop import Data, Hook, NoBatchError, Order, Outcome, Task, Trainer
 from phaseloop.engine.checkpoint import store
 from tests.rigs import r1
-from tests.rigs.equal import assert_eq, newest, probe_of, reference
+from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
 
 AT = 13
 """The update that breaks."""
@@ -175,7 +175,7 @@ def test_exc_a_an_error_in_user_code(
     # Nothing was saved after the error; mended, the run goes on from the checkpoint before it.
     assert newest(folder).manifest["updates"] == 10
     assert train(folder, {}).status == "finished"
-    assert_eq(reference(save={"every_updates": 5, "every_epochs": None}), folder)
+    assert_eq(undisturbed(save={"every_updates": 5, "every_epochs": None}), folder)
 
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration])

@@ -211,7 +211,7 @@ def test_lr_c_what_is_logged_is_what_that_update_used(
 def test_lr_c_one_group_and_named_groups_are_logged_by_their_names(tmp_path: Path) -> None:
     run = Run(str(tmp_path), log_every=1)
     task = two_groups(Schedule(constant()), run)
-    for name, group in zip(["body", "head"], task._optimizer.param_groups, strict=True):
+    for name, group in zip(["body", "head"], task.given_optimizer.param_groups, strict=True):
         group["name"] = name
     train(task, learning_rate=LearningRate(), file=MetricsFile())
     assert [(row["lr/body"], row["lr/head"]) for row in rows(tmp_path)] == [(0.1, 0.01)] * 8

@@ -18,7 +18,7 @@ from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.data.source import Data
 from phaseloop.hooks.early_stop import EarlyStop
 from tests.rigs import equal, process, r1
-from tests.rigs.equal import assert_eq, newest, probe_of, reference
+from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
 from tests.rigs.r1 import At
 
 KILLED = -signal.SIGKILL
@@ -63,7 +63,6 @@ BREAKS = {
         ("kill", {}),
         ("kill", {"optimizer_name": "adam"}),
         ("terminate", {"augment": True}),
-        ("request", {}),
         ("request", {"augment": True, "optimizer_name": "adam"}),
         ("kill", {"workers": 2}),
         ("terminate", {"workers": 2, "augment": True}),
@@ -84,8 +83,8 @@ def test_res_a_every_sample_of_the_interrupted_epoch_once(
     assert updates(second) == list(range(18, 31))
     ids = ids_of_epoch(folder, 2)
     assert sorted(ids) == list(range(40))
-    assert ids == ids_of_epoch(reference(**options), 2)
-    assert_eq(reference(**options), folder)
+    assert ids == ids_of_epoch(undisturbed(**options), 2)
+    assert_eq(undisturbed(**options), folder)
 
 
 def test_res_a_inside_a_window_of_several_micro_batches(tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_res_a_inside_a_window_of_several_micro_batches(tmp_path: Path) -> None:
     at = At("on_backward", 16, signal.SIGTERM)  # in the first micro-batch of update 17
     assert go(folder, at, **options).value["updates"] == 17
     finish(folder, **options)
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 class Temperature(nn.Module):
@@ -128,14 +127,6 @@ def by_layer(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     }
 
 
-class SkipWindows(Hook):
-    """Skips every fourth window of an epoch."""
-
-    def on_gradients(self, task: Task) -> None:
-        if task.progress.windows % 4 == 2:
-            task.skip_update("asked for by the test")
-
-
 def drop_some(samples: list[dict[str, Any]]) -> Any:
     """A collate function that gives nothing for some micro-batches."""
     if sum(sample["index"] for sample in samples) % 5 == 0:
@@ -163,9 +154,8 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "criterion": {"criterion": TEMPERATURE, "optimizer": Together(TEMPERATURE)},
     "two optimizers": {"optimizer": by_layer},
     "bfloat16": {"precision": "bfloat16"},
-    "float64": {"precision": "float64"},
     "short tail": {"train": Data(r1.Samples(43, augment=True), 4, micro_batch_size=3)},
-    "skipped windows": {"hooks": {"skip": SkipWindows()}},
+    "skipped windows": {"hooks": {"skip": r1.SkipSome()}},
     "empty micro-batches": {"data": {"micro_batch_size": 1, "collate": drop_some}},
     "frozen": {"model": with_batch_norm(), "hooks": {"freeze": FreezeSome()}},
     "two test sets": {"test": ("first", "second")},
@@ -174,21 +164,18 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_res_a_whatever_has_state(tmp_path: Path, kind: str) -> None:
-    """Broken off in a train phase by a signal, then killed in the second test of the epoch."""
-    options: dict[str, Any] = {"test": True, "save": {"every_updates": 4}, **STATEFUL[kind]}
+    """Stopped in a train phase, or killed in a test."""
+    options: dict[str, Any] = {"test": True, "epochs": 2, **STATEFUL[kind]}
     watch = options.pop("hooks", {})
-    name = "second" if options["test"] is not True else "test"
-    whole = reference(hooks=watch, **options)
-    tests = [x for x in r1.lines(probe_of(whole), "phase_start") if x["phase"] == name]
+    whole = undisturbed(hooks=watch, **options)
     folder = tmp_path / "run"
-    middle, end = tests[0]["update"] + 3, tests[1]["update"]
-    for at in (
-        At("on_step", middle, signal.SIGTERM),
-        At("on_step", end, phase=name, position=1),
-    ):
-        assert go(folder, at, hooks=watch, **options).code in (0, KILLED)
-    assert len(r1.lives(probe_of(folder))[1]) > 0
+    at = At("on_step", r1.lines(probe_of(whole), "update")[-4]["update"], signal.SIGTERM)
+    if options["test"] is not True:
+        at = At("on_step", r1.UPDATES, phase="second", position=1)
+    assert go(folder, at, hooks=watch, **options).code in (0, KILLED)
     finish(folder, hooks=watch, **options)
+    first, second = r1.lives(probe_of(folder))
+    assert first and second
     assert_eq(whole, folder)
 
 
@@ -209,9 +196,7 @@ def test_res_b_the_order_belongs_to_the_epoch(tmp_path: Path) -> None:
 
 
 # Our workers are always kept from one epoch to the next.
-@pytest.mark.parametrize(
-    ("workers", "phases"), [(0, {}), (2, {}), (2, {"test_every_updates": 5})], ids=str
-)
+@pytest.mark.parametrize(("workers", "phases"), [(0, {}), (2, {"test_every_updates": 5})], ids=str)
 def test_res_c_only_the_interrupted_epoch_is_shortened(
     tmp_path: Path, workers: int, phases: dict[str, Any]
 ) -> None:
@@ -225,7 +210,7 @@ def test_res_c_only_the_interrupted_epoch_is_shortened(
         made = [line for line in second if line["epoch"] == epoch]
         assert len(made) == 10
         assert sorted(index for line in made for index in line["ids"]) == list(range(40))
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 BEFORE = Order.LOG  # before the checkpoint hook at the same event
@@ -237,8 +222,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("test", [False, True], ids=["train", "test"])
+@pytest.mark.parametrize(
+    ("end", "test"), [*((end, True) for end in ENDS), ("before", False), ("next-start", False)]
+)
 def test_res_d_an_epochs_very_end(tmp_path: Path, end: str, test: bool) -> None:
     every = {"every_updates": 10, "every_epochs": None if test else 1}
     options = {"test": test, "save": every}
@@ -250,7 +236,7 @@ def test_res_d_an_epochs_very_end(tmp_path: Path, end: str, test: bool) -> None:
     first, second = r1.lives(probe_of(folder))
     assert updates(first) == list(range(1, 11))
     assert updates(second) == list(range(11, 31))
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 @pytest.mark.parametrize("last", [14, 15])
@@ -263,7 +249,7 @@ def test_res_d_a_length_in_updates_that_ends_in_an_epoch(tmp_path: Path, last: i
     assert [updates(life) for life in r1.lives(probe_of(folder))] == [
         list(range(1, last + 1)), list(range(last + 1, 16)),
     ]  # fmt: skip
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 IN_A_TEST = {
@@ -295,22 +281,28 @@ def test_res_e_a_test_is_run_again_from_its_start(tmp_path: Path, place: str) ->
         "train starts": 3, "train steps": 30, "train ends": 3,
         "test starts": 3, "test steps": 3 * 2, "test ends": 3,
     }  # fmt: skip
-    assert_eq(reference(hooks=watch, **TESTED), folder)
+    assert_eq(undisturbed(hooks=watch, **TESTED), folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("updates_done", [6, 9])
+@pytest.mark.parametrize(
+    ("at", "save"),
+    [
+        # Saved before the test; and saved in the middle of the test.
+        (At("on_step", 6, phase="test", position=1), {"every_updates": 3}),
+        (At("on_step", 9, signal.SIGTERM, phase="test", position=1), {}),
+    ],
+    ids=["killed", "terminated"],
+)
 def test_res_e_a_test_in_the_middle_of_an_epoch(
-    tmp_path: Path, number: int, updates_done: int
+    tmp_path: Path, at: At, save: dict[str, Any]
 ) -> None:
-    options = {**TESTED, "phases": {"test_every_updates": 3}, "augment": True,
-               "hooks": {"counter": r1.Counter()},
-               "save": {"every_updates": 3, "keep_last": 2}}  # fmt: skip
+    options = {"test": True, "phases": {"test_every_updates": 3}, "augment": True,
+               "hooks": {"counter": r1.Counter()}, "save": save}  # fmt: skip
     folder = tmp_path / "run"
-    at = At("on_step", updates_done, number, phase="test", position=1)
-    go(folder, at, **options)
+    assert go(folder, at, **options).code in (0, KILLED)
+    assert newest(folder).manifest["updates"] == at.updates
     finish(folder, **options)
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 class CarryingStep:
@@ -341,7 +333,6 @@ class CarryingStep:
 @pytest.mark.parametrize(
     "at",
     [
-        At("on_step", 14, signal.SIGTERM),
         At("on_forward", 12, signal.SIGTERM, phase="test", position=1),
         At("on_phase_end", 12, phase="test"),
     ],
@@ -352,7 +343,7 @@ def test_res_e_what_a_step_carries_survives_a_test_in_between(tmp_path: Path, at
     folder = tmp_path / "run"
     assert go(folder, at, **tested).code in (0, KILLED)
     finish(folder, **tested)
-    assert_eq(reference(**tested), folder)
+    assert_eq(undisturbed(**tested), folder)
     assert equal.state_of(newest(folder))["step"] == {"calls": 30}
     # And the tests in between do not move the training.
     seldom, often = newest(reference(**options)), newest(folder)
@@ -380,7 +371,7 @@ def test_res_f_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> 
     assert [updates(life) for life in r1.lives(probe_of(folder))] == [
         list(range(1, 21)), list(range(21, 41)),
     ]  # fmt: skip
-    assert_eq(reference(epochs=4, test=True), folder)
+    assert_eq(undisturbed(epochs=4, test=True), folder)
 
 
 def test_res_f_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> None:
@@ -421,9 +412,7 @@ def loaded(folder: Path, **options: Any) -> list[str]:
     return differences
 
 
-@pytest.mark.parametrize(
-    ("stop", "optimizer_name"), [(30, "sgd"), (14, "sgd"), (14, "adam"), (20, "adam")]
-)
+@pytest.mark.parametrize(("stop", "optimizer_name"), [(30, "sgd"), (14, "sgd"), (20, "adam")])
 def test_res_g_right_after_loading_all_is_as_it_was_saved(
     tmp_path: Path, stop: int, optimizer_name: str
 ) -> None:
@@ -499,11 +488,11 @@ def test_res_h_another_set_of_parameters_is_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "interval", "stops"),
     [
-        ("constant", "update", (1, 10)),
+        ("constant", "update", (10,)),
         ("constant", "epoch", (10,)),
         ("warmup_cosine", "update", (1, 3, 5, 10)),
         ("warmup_cosine", "epoch", (1, 9, 11)),
-        ("multi_step", "update", (10, 15)),
+        ("multi_step", "update", (15, 16)),
         ("multi_step", "epoch", (10, 20)),
         ("composite", "update", (1, 9, 10)),
         ("composite", "epoch", (10, 15)),
@@ -523,7 +512,7 @@ def test_res_i_schedules_go_on_where_they_stood(
     assert [line["rates"] for line in lines] == [line["rates"] for line in expected]
     if name != "constant":
         assert len({rate for line in lines for rate in line["rates"]}) > 1
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 def test_res_n_the_newest_whole_checkpoint_after_kill(tmp_path: Path) -> None:
@@ -534,7 +523,7 @@ def test_res_n_the_newest_whole_checkpoint_after_kill(tmp_path: Path) -> None:
     assert [updates(life) for life in r1.lives(probe_of(folder))] == [
         list(range(1, 14)), list(range(11, 31)),
     ]  # fmt: skip
-    assert_eq(reference(**options), folder)
+    assert_eq(undisturbed(**options), folder)
 
 
 def test_res_n_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
@@ -542,7 +531,7 @@ def test_res_n_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> No
     assert go(folder, At("on_forward", 3)).code == KILLED
     finish(folder)
     assert updates(r1.lives(probe_of(folder))[1]) == list(range(1, 31))
-    assert_eq(reference(), folder)
+    assert_eq(undisturbed(), folder)
 
 
 SAVED: dict[str, Any] = {"save": {"every_updates": 5, "keep_last": 9}}
@@ -588,9 +577,7 @@ def test_res_n_started_from_another_file_and_then_without_naming_it(tmp_path: Pa
     assert updates(r1.lives(probe_of(folder))[2]) == list(range(31, 41))
 
 
-@pytest.mark.parametrize(
-    ("spelling", "keep_last"), [("absolute", 9), ("absolute", 1), ("link", 9), ("dots", 1)]
-)
+@pytest.mark.parametrize(("spelling", "keep_last"), [("absolute", 1), ("link", 9)])
 def test_res_n_a_path_inside_goes_back_to_it(tmp_path: Path, spelling: str, keep_last: int) -> None:
     folder = tmp_path / "run"
     shutil.copytree(reference(**SAVED), folder)
@@ -600,7 +587,6 @@ def test_res_n_a_path_inside_goes_back_to_it(tmp_path: Path, spelling: str, keep
     path = {
         "absolute": start,
         "link": tmp_path / "link" / "run" / "checkpoints" / start.name,
-        "dots": folder / "checkpoints" / ".." / "checkpoints" / start.name,
     }[spelling]
     options: dict[str, Any] = {"run": {"resume": str(path)},
                                "save": {"every_updates": 5, "keep_last": keep_last}}  # fmt: skip
@@ -613,7 +599,7 @@ def test_res_n_a_path_inside_goes_back_to_it(tmp_path: Path, spelling: str, keep
 
     finish(folder, **options)  # the same command: from the descendant, not from PATH again
     assert updates(r1.lives(probe_of(folder))[2]) == list(range(21, 31))
-    assert_eq(reference(**SAVED), folder)
+    assert_eq(undisturbed(**SAVED), folder)
     assert go(folder, **options).code == 0
     assert updates(r1.lives(probe_of(folder))[3]) == []
 
@@ -639,7 +625,7 @@ def test_res_n_never_puts_the_old_run_aside(tmp_path: Path) -> None:
     options: dict[str, Any] = {"run": {"resume": "never"}}
     shutil.copytree(reference(), folder)
     finish(folder, **options)
-    assert_eq(reference(), folder)
+    assert_eq(undisturbed(), folder)
     assert newest(tmp_path / "run.old-1").manifest["updates"] == 30
     finish(folder, **options)
     assert newest(tmp_path / "run.old-2").manifest["updates"] == 30
@@ -684,7 +670,7 @@ def counted_calls(tmp_path: Path) -> int:
     """Calls and returns in the whole of the run."""
     folder = tmp_path / "counted"
     calls: int = process.result(r1.count_calls, folder, probe_of(folder), **EVERYTHING)
-    assert_eq(reference(**EVERYTHING), folder)
+    assert_eq(undisturbed(**EVERYTHING), folder)
     return calls
 
 
@@ -694,7 +680,7 @@ def test_res_o_killed_at_any_instant(tmp_path: Path) -> None:
     for _ in range(6):
         kill_by_calls(folder, rng, calls)
     finish(folder, **EVERYTHING)
-    assert_eq(reference(**EVERYTHING), folder)
+    assert_eq(undisturbed(**EVERYTHING), folder)
 
 
 @pytest.mark.slow
@@ -716,4 +702,4 @@ def test_res_o_killed_fifty_times(tmp_path: Path, way: str) -> None:
                 else kill_by_clock(folder, rng, seconds)
             )
             kills += not done
-        assert_eq(reference(**EVERYTHING), folder)
+        assert_eq(undisturbed(**EVERYTHING), folder)

@@ -59,6 +59,15 @@ def reference(**options: Any) -> Path:
     return _references[key]
 
 
+def undisturbed(**options: Any) -> Path:
+    """A reference for a run with these options that may save at other times: that changes nothing.
+
+    So runs that differ in this alone have one reference.
+    """
+    save = {k: v for k, v in options.pop("save", {}).items() if k in ("keep_best", "metric")}
+    return reference(**options, **({"save": save} if save else {}))
+
+
 def probe_of(folder: Path) -> Path:
     """Where the probe of the run in ``folder`` writes: beside the folder."""
     return folder.with_name(f"{folder.name}.probe")

@@ -368,6 +368,14 @@ for _event in EVENTS:
     setattr(At, _event, _listen(_event))
 
 
+class SkipSome(Hook):
+    """Skips the third and the seventh window of every epoch."""
+
+    def on_gradients(self, task: Task) -> None:
+        if task.progress.windows % 4 == 2:
+            task.skip_update("asked for by the test")
+
+
 class Counter(Hook):
     """Counts phases and steps by the name of their phase: state that tests move too."""
 
