@@ -149,6 +149,15 @@ def test_its_state_survives_a_round_trip_in_mid_phase(name: str, after: int, tmp
     assert value_of(second) == value_of(whole)
 
 
+def test_a_restored_metric_knows_that_it_was_updated(recwarn: pytest.WarningsRecorder) -> None:
+    """Else torchmetrics warns that it computes before any update."""
+    meter, again = (TorchMetric(MulticlassAccuracy(CLASSES)) for _ in range(2))
+    meter.update(*batches()[6])
+    again.load_state_dict(meter.state_dict())
+    assert value_of(again) == value_of(meter)
+    assert not [w for w in recwarn if "before the ``update``" in str(w.message)]
+
+
 # torchmetrics warns where a class has no sample, and where nothing was measured: as meant here.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", sorted(THEIRS))
