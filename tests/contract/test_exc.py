@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from phaseloop import Data, Hook, NoBatchError, Order, Outcome, Task, Trainer
 from phaseloop.engine.checkpoint import store
-from tests.rigs import r1
+from phaseloop.engine.run_folder import RunFolder
+from tests.rigs import process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
 
 AT = 13
@@ -301,13 +302,19 @@ def test_exc_c_an_error_at_the_end_of_a_good_run(
     assert store.Store(folder / "checkpoints").names() == [newest(folder).path.name]
 
 
+def open_folder(folder: Path) -> None:
+    """In another process: take the run's folder, if nobody holds it."""
+    RunFolder(folder).open()
+
+
 def test_exc_c_the_process_is_as_it_was(tmp_path: Path) -> None:
     """Settings, handlers and the lock are given back whatever happens."""
     before = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
               list(logging.getLogger("phaseloop").handlers)]  # fmt: skip
-    for _ in range(2):  # the second finds the lock free
+    for _ in range(2):
         with pytest.raises(r1.ToldError):
             train(tmp_path / "run", {"a": r1.At("on_step", 3, "raise"), "b": Faulty(LATE, *BOTH)})
         after = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
                  list(logging.getLogger("phaseloop").handlers)]  # fmt: skip
         assert after == before
+        process.result(open_folder, tmp_path / "run")

@@ -178,6 +178,15 @@ def test_mem_a_no_graph_outlives_its_step(step: Callable[[Task], None], tmp_path
     assert set(alive.counts) == {0}
 
 
+def test_mem_a_a_loss_kept_by_a_hook_keeps_no_graph() -> None:
+    kept = watch("on_step", lambda task: task.loss)
+    task = make(plain)
+    train(task, kept=kept)
+    assert len(kept.seen) > 40
+    assert all(loss.grad_fn is None for loss in kept.seen)
+    assert task.bare_model.alive() == 0
+
+
 def test_mem_a_an_error_leaves_no_graph_behind_once_it_is_handled() -> None:
     def fails(task: Task) -> None:
         plain(task)

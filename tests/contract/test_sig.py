@@ -310,6 +310,7 @@ def test_sig_c_ctrl_c_while_workers_start(tmp_path: Path) -> None:
     ended = process.run(train_disturbing_workers, folder, probe_of(folder))
     assert ended.code == 0, ended.output
     assert ended.value["status"] == "finished"
+    assert "stopping" not in ended.output  # no worker took it for its own
     assert_eq(undisturbed(workers=2), folder)
 
 

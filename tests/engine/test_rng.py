@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -79,10 +80,15 @@ def test_near_keys_are_far_apart(seeds: range, purposes: range) -> None:
 
 
 def test_purposes_are_fixed_and_distinct() -> None:
-    purposes = [
-        rng.ORDER, rng.SAMPLE_TRAIN, rng.SAMPLE_TEST, rng.LOADER, rng.START, rng.DRAW,
-    ]  # fmt: skip
-    assert purposes == [1, 2, 3, 4, 5, 6]
+    for name in ("order", "sample_train", "sample_test", "loader", "start"):
+        digest = hashlib.sha256(name.encode()).digest()
+        assert getattr(rng, name.upper()) == int.from_bytes(digest[:8], "big")
+
+
+def test_no_two_small_seeds_share_a_stream_across_purposes() -> None:
+    purposes = (rng.ORDER, rng.SAMPLE_TRAIN, rng.SAMPLE_TEST, rng.LOADER, rng.START)
+    streams = {rng.mix(seed, purpose) for seed in range(100) for purpose in purposes}
+    assert len(streams) == 100 * len(purposes)
 
 
 # --- the generators ---
