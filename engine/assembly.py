@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.optim import Optimizer
 
+from phaseloop.engine import optimizers
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
-from phaseloop.engine.gradients import Accumulator, clear
+from phaseloop.engine.gradients import clear
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
-from phaseloop.engine.registry import train_steps
-from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.precision import Precision
+from phaseloop.engine.schedules import Schedule
 from phaseloop.engine.settings import Gradients, Run
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def check(task: Task) -> None:
     """Raises ConfigError or DataError for what is wrong with a task by itself."""
     _check_types(task)
     task.phases.check()
-    task.gradients.check()
+    for settings in optimizers.all_clipping(task.gradients):
+        settings.check()
     task.run.check()
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
@@ -46,10 +47,11 @@ def _check_types(task: Task) -> None:
     wanted: list[tuple[str, object, type]] = [
         ("phases", task.phases, Phases),
         ("model", task.bare_model, nn.Module),
-        ("gradients", task.gradients, Gradients),
+        *(("gradients", given, Gradients) for given in optimizers.all_clipping(task.gradients)),
+        ("precision", task.precision, Precision),
         ("run", task.run, Run),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
-        *(("schedule", schedule, Schedule) for schedule in task.schedules),
+        *(("schedule", given, Schedule) for given in optimizers.all_schedules(task.schedules)),
     ]
     if task.train_data is not None:
         wanted.append(("train", task.train_data, Data))
@@ -58,18 +60,6 @@ def _check_types(task: Task) -> None:
             raise ConfigError(
                 name, f"a {type(given).__name__} was given where a {cls.__name__} is due"
             )
-
-
-def resolve_step(step: str | Callable[[Any], None]) -> tuple[Callable[[Any], None], bool]:
-    """The step to call, and whether it declared to call the model as a whole."""
-    if isinstance(step, str):
-        entry = train_steps.get(step)
-        made = entry.target() if isinstance(entry.target, type) else entry.target
-        return made, bool(entry.declared["whole_model_forward"])
-    if not callable(step):
-        raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
-    declared = next((e for e in train_steps if e.target in (step, type(step))), None)
-    return step, bool(declared and declared.declared["whole_model_forward"])
 
 
 def build(task: Task) -> None:
@@ -84,8 +74,8 @@ def build(task: Task) -> None:
         log.warning("the model is in evaluation mode and is trained so; call model.train()")
     task.backend.setup()
     _place_modules(task)
-    task.optimizers = _make_optimizers(task)
-    task.find_parameters()
+    task.precision.start(task.device)
+    optimizers.make(task)
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)
@@ -101,22 +91,6 @@ def _place_modules(task: Task) -> None:
         task.criterion_module.to(task.device)
     for meters in task.meter_sets.values():
         meters.to(task.device)
-
-
-def _make_optimizers(task: Task) -> dict[str, Optimizer]:
-    given = task.given_optimizer
-    if given is None:
-        if task.train_data is not None:
-            raise ConfigError("optimizer", "training needs an optimizer")
-        return {}
-    if isinstance(given, type) or not (isinstance(given, (Optimizer, Mapping)) or callable(given)):
-        raise ConfigError(
-            "optimizer",
-            "give an optimizer, several by name, or a function of the model that makes them",
-        )
-    made = given if isinstance(given, (Optimizer, Mapping)) else given(task.bare_model)
-    named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
-    return {name: task.backend.prepare_optimizer(o) for name, o in named.items()}
 
 
 def _make_loaders(task: Task) -> None:
@@ -140,13 +114,24 @@ def _make_loaders(task: Task) -> None:
             len(train.dataset),
             train.batch_size,
         )
+    if train is not None and task.step_facts.one_piece:
+        _check_one_piece(task.loaders[TRAIN])
+
+
+def _check_one_piece(loader: Loader) -> None:
+    """Steps that make several optimizer steps, or call a closure, do so on a whole batch."""
+    pieces = len(loader.plan.window(0).pieces)
+    if pieces > 1:
+        key = "micro_batch_size" if loader.plan.accumulate is None else "accumulate"
+        raise ConfigError(
+            f"data.train.{key}",
+            f"it cuts a batch into {pieces} micro-batches, and this train step works on whole "
+            f"batches only; leave it out",
+        )
 
 
 def _plan(task: Task) -> None:
     trains = TRAIN in task.loaders and not task.test_only
     windows = task.loaders[TRAIN].windows if trains else 0
     task.plan = PhasePlan(task.phases, windows, list(task.test_data))
-    for schedule in task.schedules:
-        schedule.plan(task.plan.updates, task.plan.epochs)
-    task.unset_rates = bool(task.schedules)
-    task.rates = {name: Rates(o, task.schedules) for name, o in task.optimizers.items()}
+    optimizers.plan_rates(task)

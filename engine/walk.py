@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
-from phaseloop.engine.gradients import Accumulator, apply_update, clear
+from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
 from phaseloop.engine.progress import Progress
@@ -25,6 +26,8 @@ from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
+    from phaseloop.engine.precision import Precision
+    from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -46,6 +49,7 @@ class Walk:
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
+        moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
     """
 
@@ -60,6 +64,8 @@ class Walk:
     trainable: list[nn.Parameter]
     groups: int
     unset_rates: bool
+    step_facts: StepFacts
+    precision: Precision
 
     def __init__(self) -> None:
         self.phase = Phase(TRAIN, True, 0, 0)
@@ -68,7 +74,7 @@ class Walk:
         self.loss: torch.Tensor | None = None
         self.output: Any = None
         self.batch: Batch | None = None
-        self.gradient_norm: torch.Tensor | None = None
+        self.moved: set[str] = set()
         self.skip_reason: str | None = None
         self.stop_reason = ""
         self.carry: Any = None
@@ -77,6 +83,9 @@ class Walk:
         self.test_entry: dict[str, Any] | None = None
         self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
+        self._window: list[Batch] = []
+        self._skips: list[dict[str, str]] = []
+        self._last_skip = ""
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -205,7 +214,7 @@ class Walk:
         if skipped >= max(_HOPELESS, 2 * self.plan.windows_per_epoch):
             raise DataError(
                 f"the last {skipped} windows were all skipped, which is two epochs or more; "
-                f"the last because {self.skip_reason}"
+                f"the last because {self._last_skip}"
             )
 
     def make_tests_due(self) -> None:
@@ -257,8 +266,14 @@ class Walk:
             if self.train:
                 self.take_added_groups()
         accumulator.taken += 1
-        self._pending = batch
-        self.step_is_empty = batch is None
+        if self.step_facts.takes_window:
+            batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
+            accumulator.taken = len(batches)
+            self._window = [batch for batch in batches if batch is not None]
+            self.step_is_empty = not self._window
+        else:
+            self._pending = batch
+            self.step_is_empty = batch is None
         return True
 
     # --- after a step ---
@@ -276,11 +291,14 @@ class Walk:
             return
         progress = self.progress
         self.changed = True
-        progress.steps += 1
+        takes_window = self.step_facts.takes_window
+        progress.steps += accumulator.taken if takes_window else 1
         if not accumulator.full:
             return
-        if not accumulator.applied:
-            self._close_short_window()
+        if not accumulator.applied or takes_window:
+            self._close_window()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
         accumulator.closed = True
         progress.windows += 1
         progress.samples += accumulator.window.samples
@@ -289,27 +307,46 @@ class Walk:
             progress.updates += 1
             progress.skipped_in_a_row = 0
             progress.saves = 0
+            for name in self.moved:
+                progress.moved[name] = progress.moved.get(name, 0) + 1
+            self.moved.clear()
             self.recorder.tick(progress.updates)
             if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
                 self.make_tests_due()
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
-            self._note_skip()
+        if self._skips:
+            self._record_skips()
 
-    def _close_short_window(self: Task) -> None:  # type: ignore[misc]
-        """The window's last micro-batch had no part in it; the others may have had."""
-        if self.accumulator.has_gradients:
+    def _close_window(self: Task) -> None:  # type: ignore[misc]
+        """What the step has left open: its last micro-batch may have had no part in the window."""
+        if self.step_facts.takes_window:
+            for parameters in self.parameters_of.values():
+                clear(parameters)
+            self._window = []
+            if not self.updated and not self._skips:
+                self.note_skip("the step moved no optimizer")
+        elif self.accumulator.has_gradients:
             apply_update(self)
         else:
-            self.skip_reason = "no micro-batch of it gave a loss"
+            self.note_skip("no micro-batch of it gave a loss")
             clear(self.trainable)
 
-    def _note_skip(self) -> None:
-        update = self.progress.updates + 1
-        reason = self.skip_reason or "unknown"
-        log.warning("update %d was skipped: %s", update, reason)
-        self.recorder.event("skip", update=update, reason=reason)
+    def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]
+        """An optimizer, or all at hand, were left out of this window's update."""
+        if not optimizer and len(self.optimizers) > 1:
+            optimizer = ", ".join(self.stepping)
+        self._skips.append({"reason": reason, **({"optimizer": optimizer} if optimizer else {})})
+
+    def _record_skips(self) -> None:
+        update = self.progress.updates + (not self.updated)
+        for skip in self._skips:
+            name = f" for {skip['optimizer']}" if "optimizer" in skip else ""
+            log.warning("update %d was skipped%s: %s", update, name, skip["reason"])
+            self.recorder.event("skip", update=update, **skip)
+        self._last_skip = self._skips[-1]["reason"]
+        self._skips = []
 
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""

@@ -9,6 +9,8 @@ from phaseloop.engine.task import Task
 class LearningRate(Hook):
     """At ``on_gradients`` of update k of N the schedules are asked for where = (k - 1) / N.
 
+    With several optimizers each counts the updates that moved it.
+
     What is logged is what that update used: ``lr``, or ``lr/0``, ``lr/1`` ... by group (a group's
     ``name`` where it has one), after the optimizer's name where there are several.
     """
@@ -16,9 +18,9 @@ class LearningRate(Hook):
     order = Order.LEARNING_RATE
 
     def on_gradients(self, task: Task) -> None:
-        progress = task.progress
-        for rates in task.rates.values():
-            rates.set(progress.updates, progress.epoch - 1)
+        moved, epochs = task.progress.moved, task.progress.epoch - 1
+        for name in task.stepping:
+            task.rates[name].set(moved.get(name, 0), epochs)
 
     def on_step(self, task: Task) -> None:
         # Looked up only where a row is due: between log points this hook costs one comparison.

@@ -122,6 +122,7 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     load_model(task.bare_model, store.load(saved, MODEL), saved.path)
     _load_part(task.criterion_module, state["criterion"], "criterion")
     _restore_optimizers(task, state["optimizers"])
+    _load_part(task.precision.scaler, state["scaler"], "scaler")
     _restore_modes(task, state["evaluating"], state["frozen"])
     task.progress.load_state_dict(state["progress"])
     for name, meters in task.meter_sets.items():
@@ -179,6 +180,7 @@ def _large_state(task: Task) -> dict[str, Any]:
         "optimizers": {
             name: named_state(optimizer, names) for name, optimizer in task.optimizers.items()
         },
+        "scaler": _state_of(task.precision.scaler),
         "criterion": _state_of(task.criterion_module),
         "evaluating": [
             name for name, module in task.bare_model.named_modules() if id(module) in evaluating

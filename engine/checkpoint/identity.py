@@ -24,7 +24,8 @@ def identity(task: Task) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "seed": task.seed,
         "precision": task.precision.name,
-        "gradients": dataclasses.asdict(task.gradients),
+        "gradients": {n: dataclasses.asdict(given) for n, given in task.clipping.items()},
+        "every": dict(task.every),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
     }
     data = task.train_data
