@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
     from phaseloop.engine.phases import Phase, Phases
+    from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
         register_backend,
@@ -58,8 +60,10 @@ _PLACES = {
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
+    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "phases": ["Phase", "Phases"],
+    "precision": ["Precision"],
     "progress": ["Progress"],
     "registry": [
         "register_backend",
@@ -91,6 +95,7 @@ __all__ = [
     "DataError",
     "Gradients",
     "Hook",
+    "LossScale",
     "Mean",
     "Meter",
     "MetricError",
@@ -101,6 +106,7 @@ __all__ = [
     "Phase",
     "PhaseloopError",
     "Phases",
+    "Precision",
     "Progress",
     "RegistryError",
     "Run",

@@ -81,6 +81,8 @@ def build(task: Task) -> None:
     task.accumulator = Accumulator(task.backend.world_size)
     _make_loaders(task)
     _plan(task)
+    if callable(check_step := getattr(task.train_step, "check", None)):
+        check_step(task)  # what it needs of the task is missed now, and not at its first call
 
 
 def _place_modules(task: Task) -> None:

@@ -50,7 +50,9 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
             _clip(task)
         if task.unset_rates:
             _check_rates(task)
-        stepping = [name for name in task.stepping if name not in skipped]
+        stepping = task.stepping
+        if skipped:
+            stepping = tuple(name for name in stepping if name not in skipped)
         for name in stepping:
             if closure is None:
                 task.backend.optimizer_step(task.optimizers[name])

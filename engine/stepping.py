@@ -16,7 +16,6 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing, nearest
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.gradients import apply_update, clear, count_groups, optimized
-from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Rates
 from phaseloop.engine.settings import Gradients
@@ -69,11 +68,6 @@ class Stepping(Walk):
     def device(self) -> torch.device:
         """Where the model and the batches are."""
         return self.backend.device
-
-    @property
-    def meters(self) -> MeterSet:
-        """The meters of the phase at hand."""
-        return self.meter_sets[self.phase.name]
 
     # --- the batch ---
 

@@ -41,6 +41,7 @@ class Walk:
     Attributes:
         phase: the phase at hand.
         train: it is a train phase.
+        meters: the meters of the phase at hand.
         updated: this step closed an update that counted.
         loss: the step's loss; detached by ``commit``.
         output: the model's output, until the end of the step.
@@ -57,6 +58,7 @@ class Walk:
     plan: PhasePlan
     loaders: dict[str, Loader]
     meter_sets: dict[str, MeterSet]
+    meters: MeterSet
     recorder: Recorder
     accumulator: Accumulator
     signals: Signals
@@ -160,6 +162,7 @@ class Walk:
                 TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows, False
             )
         self.phase = self._train_phase
+        self.meters = self.meter_sets[TRAIN]
         self.train = True
         self._batches = self._train_batches
         torch.set_grad_enabled(True)
@@ -171,7 +174,8 @@ class Walk:
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._train_carry, self.carry = self.carry, None
-        self.meter_sets[name].reset()
+        self.meters = self.meter_sets[name]
+        self.meters.reset()
         self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
         self.train = False
         self._batches = None

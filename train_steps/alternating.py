@@ -1,7 +1,6 @@
 """Train step ``alternating``: several optimizers take turns on a batch, each with its own loss."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -31,6 +30,22 @@ class Alternating:
     def __init__(self, order: Sequence[str] | None = None) -> None:
         self.order = None if order is None else list(order)
 
+    def check(self, task: Task) -> None:
+        """Raises ConfigError for a name without an optimizer, or without a loss."""
+        for name in self._names(task):
+            if name not in task.optimizers:
+                raise ConfigError(
+                    "train_step.order",
+                    f"no optimizer is called {name!r}.{nearest(name, task.optimizers)} "
+                    f"There are: {listing(task.optimizers)}",
+                )
+            if not callable(getattr(task.criterion_module, name, None)):
+                raise ConfigError(
+                    "criterion",
+                    f"{type(task.criterion_module).__name__} has no method {name!r}: the step "
+                    f"alternating asks it for each optimizer's loss, as {name}(model, batch)",
+                )
+
     def __call__(self, task: Task) -> None:
         if not task.train:
             self._test(task)
@@ -52,7 +67,7 @@ class Alternating:
                 task.meters.update(None, 0, *task.compute(test, task.bare_model, batch))
 
     def _loss(self, task: Task, name: str, batch: Batch) -> Tensor:
-        method = self._method(task, name)
+        method = getattr(task.criterion_module, name)
         loss, parts = loss_of(task.compute(method, task.bare_model, batch))
         named = {f"{name}/{part}": value for part, value in parts.items() if part != "loss"}
         task.measure_parts({**named, name: loss})
@@ -60,20 +75,3 @@ class Alternating:
 
     def _names(self, task: Task) -> list[str]:
         return self.order or list(task.optimizers)
-
-    def _method(self, task: Task, name: str) -> Callable[..., Any]:
-        if name not in task.optimizers:
-            raise ConfigError(
-                "train_step.order",
-                f"no optimizer is called {name!r}.{nearest(name, task.optimizers)} "
-                f"There are: {listing(task.optimizers)}",
-            )
-        method = getattr(task.criterion_module, name, None)
-        if not callable(method):
-            raise ConfigError(
-                "criterion",
-                f"{type(task.criterion_module).__name__} has no method {name!r}: step alternating "
-                f"asks it for the loss of each optimizer, as {name}(model, batch)",
-            )
-        found: Callable[..., Any] = method
-        return found
