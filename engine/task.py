@@ -28,7 +28,7 @@ from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.walk import Walk
 
@@ -49,13 +49,15 @@ class Task(Walk):
         test: test data: one set, called ``test``, or several by name.
         phases: length and test cadence.
         schedule: one schedule, or several for different options of the groups.
-        train_meters, test_meters: name to meter, or to a torchmetrics metric.
+        train_meters, test_meters: name to meter, or to a torchmetrics metric. In the second, a
+            mapping under the name of a test set holds that set's own, in place of the others.
         train_step: name of a registered step, or a step itself.
         gradients: clipping.
         precision: ``float32``, ``bfloat16`` (autocast) or ``float64``.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
+        debug: short cuts for a quick try.
         config: the configuration that the task was made from, as plain Python; kept in every
             checkpoint and compared on a resume.
 
@@ -82,15 +84,18 @@ class Task(Walk):
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
+        debug: Debug | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.run = run or Run()
+        self.debug = debug or Debug()
         self.seed = seed
         self.config = dict(config or {})
         self.bare_model = model
         self.criterion_module = criterion
-        self.phases = phases
+        self.phases = phases if self.debug.fast is None else Phases(epochs=1)
+        self.whole_phases = phases
         self.gradients = gradients or Gradients()
         self.precision = Precision(precision)
         self.backend = backend or Single()
@@ -107,14 +112,16 @@ class Task(Walk):
         self.meter_sets = {TRAIN: MeterSet(TRAIN, train_meters)}
         for name in self.test_data:
             # Every set measures for itself, so each gets meters of its own.
-            self.meter_sets[name] = MeterSet(name, copy.deepcopy(dict(test_meters or {})))
+            own = assembly.meters_of(name, test_meters or {}, self.test_data)
+            self.meter_sets[name] = MeterSet(name, copy.deepcopy(own))
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
         self.signals = Signals(self.run.grace)
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
-        self.folder = RunFolder(Path(self.run.dir)) if self.run.dir is not None else None
+        saves = self.run.dir is not None and self.debug.fast is None
+        self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""
@@ -173,7 +180,7 @@ class Task(Walk):
             )
         self._pending = None
         if self.precision.changes_input:
-            batch = Batch(self.precision.cast_input(batch.data), batch.indices, batch.weight)
+            batch = batch.with_data(self.precision.cast_input(batch.data))
         self.batch = batch
         return batch
 
@@ -209,21 +216,32 @@ class Task(Walk):
         return loss
 
     def measure(
-        self, loss: Tensor, output: Any, target: Any, parts: Mapping[str, Tensor] | None = None
+        self,
+        loss: Tensor,
+        output: Any,
+        target: Any,
+        parts: Mapping[str, Tensor] | None = None,
+        weight: Tensor | float | None = None,
     ) -> None:
         """Note a loss that the step computed itself; ``criterion`` does this for its own.
 
         Args:
             loss: mean over the micro-batch's samples, one element.
             output, target: what the meters are given.
-            parts: named parts of the loss, each a mean over samples.
+            parts: named parts of the loss, each a mean as the loss is.
+            weight: number of elements that they are means over, where that is not the number of
+                samples, as for ``backward``: what is shown is then the mean over all elements.
 
         Raises:
             ConfigError: the loss or a part of it has more than one element.
         """
         self.loss = loss
-        weight = self.batch.weight if self.batch is not None else 0
-        if weight:
+        samples = self.batch.weight if self.batch is not None else 0
+        if samples:
+            if weight is None:
+                weight = samples
+            elif isinstance(weight, Tensor):
+                weight = _scalar(weight, "measure(weight=...)")
             value = loss.detach() if loss.dim() == 0 else _scalar(loss, "criterion")
             self.meters.update(value, weight, output, target)
             if self.train:
@@ -365,7 +383,7 @@ class Task(Walk):
             loader.close()
         self.backend.teardown()
 
-    def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
+    def _measure_parts(self, parts: Mapping[str, Tensor], weight: Tensor | float) -> None:
         named = {name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
         self.meters.add_parts(named, weight)
         if self.train:
