@@ -15,7 +15,10 @@ if not __name__.startswith("phaseloop."):
 if TYPE_CHECKING:
     from phaseloop.engine.backends import Backend, Single
     from phaseloop.engine.data.batch import Batch
+    from phaseloop.engine.data.batch_transforms import CutMix, MixUp, MixUpOrCutMix
+    from phaseloop.engine.data.mix import Mix, Source
     from phaseloop.engine.data.reader import TensorData
+    from phaseloop.engine.data.samplers import Sampler
     from phaseloop.engine.data.source import Data
     from phaseloop.engine.errors import (
         CheckpointError,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
         register_backend,
+        register_batch_transform,
         register_collate,
         register_criterion,
         register_dataset,
@@ -42,18 +46,23 @@ if TYPE_CHECKING:
         register_meter,
         register_model,
         register_optimizer,
+        register_sampler,
         register_schedule,
+        register_to_device,
         register_train_step,
     )
     from phaseloop.engine.schedules import Schedule, Warmup
-    from phaseloop.engine.settings import Gradients, Run
+    from phaseloop.engine.settings import Debug, Gradients, Run
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
 
 _PLACES = {
     "backends": ["Backend", "Single"],
     "data.batch": ["Batch"],
+    "data.batch_transforms": ["CutMix", "MixUp", "MixUpOrCutMix"],
+    "data.mix": ["Mix", "Source"],
     "data.reader": ["TensorData"],
+    "data.samplers": ["Sampler"],
     "data.source": ["Data"],
     "errors": [
         "CheckpointError", "ConfigError", "DataError", "MetricError", "NoBatchError",
@@ -67,6 +76,7 @@ _PLACES = {
     "progress": ["Progress"],
     "registry": [
         "register_backend",
+        "register_batch_transform",
         "register_collate",
         "register_criterion",
         "register_dataset",
@@ -74,11 +84,13 @@ _PLACES = {
         "register_meter",
         "register_model",
         "register_optimizer",
+        "register_sampler",
         "register_schedule",
+        "register_to_device",
         "register_train_step",
     ],
     "schedules": ["Schedule", "Warmup"],
-    "settings": ["Gradients", "Run"],
+    "settings": ["Debug", "Gradients", "Run"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
 }  # fmt: skip
@@ -91,14 +103,19 @@ __all__ = [
     "Batch",
     "CheckpointError",
     "ConfigError",
+    "CutMix",
     "Data",
     "DataError",
+    "Debug",
     "Gradients",
     "Hook",
     "LossScale",
     "Mean",
     "Meter",
     "MetricError",
+    "Mix",
+    "MixUp",
+    "MixUpOrCutMix",
     "NoBatchError",
     "NonFiniteError",
     "Order",
@@ -110,13 +127,16 @@ __all__ = [
     "Progress",
     "RegistryError",
     "Run",
+    "Sampler",
     "Schedule",
     "Single",
+    "Source",
     "Task",
     "TensorData",
     "Trainer",
     "Warmup",
     "register_backend",
+    "register_batch_transform",
     "register_collate",
     "register_criterion",
     "register_dataset",
@@ -124,7 +144,9 @@ __all__ = [
     "register_meter",
     "register_model",
     "register_optimizer",
+    "register_sampler",
     "register_schedule",
+    "register_to_device",
     "register_train_step",
 ]
 

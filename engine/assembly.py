@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,7 +19,7 @@ from phaseloop.engine.gradients import clear
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Schedule
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.settings import Debug, Gradients, Run
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -28,7 +30,8 @@ log = logging.getLogger("phaseloop")
 def check(task: Task) -> None:
     """Raises ConfigError or DataError for what is wrong with a task by itself."""
     _check_types(task)
-    task.phases.check()
+    task.debug.check()
+    task.whole_phases.check()
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
     task.run.check()
@@ -36,10 +39,31 @@ def check(task: Task) -> None:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
     if task.train_data is None and not task.test_data:
         raise ConfigError("data", "there is neither training nor test data")
-    if task.train_data is not None:
-        task.train_data.check("data.train", train=True)
-    for name, data in task.test_data.items():
-        data.check("data.test" if name == "test" else f"data.test.{name}", train=False)
+    for key, data in _keys(task).items():
+        data.open(task.seed, key)
+        data.check(key, train=data is task.train_data)
+
+
+def _keys(task: Task) -> dict[str, Data]:
+    """Each set of samples by its place in the configuration."""
+    train = {} if task.train_data is None else {"data.train": task.train_data}
+    alone = list(task.test_data) == ["test"]
+    tests = {"data.test" if alone else f"data.test.{n}": d for n, d in task.test_data.items()}
+    return {**train, **tests}
+
+
+def meters_of(
+    name: str, test_meters: Mapping[str, Any], test_data: Mapping[str, Data]
+) -> dict[str, Any]:
+    """The meters of one test set: its own, if it has any, else those of all sets."""
+    own = test_meters.get(name)
+    if name in test_data and isinstance(own, Mapping):
+        return dict(own)
+    return {
+        key: meter
+        for key, meter in test_meters.items()
+        if not (key in test_data and isinstance(meter, Mapping))
+    }
 
 
 def _check_types(task: Task) -> None:
@@ -50,6 +74,7 @@ def _check_types(task: Task) -> None:
         *(("gradients", given, Gradients) for given in optimizers.all_clipping(task.gradients)),
         ("precision", task.precision, Precision),
         ("run", task.run, Run),
+        ("debug", task.debug, Debug),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
         *(("schedule", given, Schedule) for given in optimizers.all_schedules(task.schedules)),
     ]
@@ -83,6 +108,7 @@ def build(task: Task) -> None:
     _plan(task)
     if callable(check_step := getattr(task.train_step, "check", None)):
         check_step(task)  # what it needs of the task is missed now, and not at its first call
+    _say_debug(task)
 
 
 def _place_modules(task: Task) -> None:
@@ -100,31 +126,49 @@ def _make_loaders(task: Task) -> None:
     training = {} if train is None else {TRAIN: train}
     # Numbered among its kind: a test draws the same whether there is training data or not.
     sources = [*enumerate(training.items()), *enumerate(task.test_data.items())]
-    for number, (name, data) in sources:
+    for (number, (name, data)), key in zip(sources, _keys(task), strict=True):
+        is_train = name == TRAIN
         task.loaders[name] = Loader(
             data,
-            train=name == TRAIN,
+            train=is_train,
             source=number,
             seed=task.seed,
             device=task.device,
             world_size=task.backend.world_size,
             rank=task.backend.rank,
+            key=key,
+            at_most=task.debug.overfit if is_train and task.debug.overfit else task.debug.fast,
+            repeat=is_train and task.debug.overfit is not None,
         )
-    if train is not None and len(train.dataset) < train.batch_size:
+    if train is not None:
+        _warn_about_batches(train, task.loaders[TRAIN], task.backend.world_size)
+        if task.step_facts.one_piece:
+            _check_one_piece(task.loaders[TRAIN])
+
+
+def _warn_about_batches(data: Data, loader: Loader, processes: int) -> None:
+    largest = max(data.sizes.values())
+    if loader.samples < largest:
         log.warning(
             "data.train: %d samples are fewer than batch_size %d: each epoch is one smaller update",
-            len(train.dataset),
-            train.batch_size,
+            loader.samples,
+            largest,
         )
-    if train is not None and task.step_facts.one_piece:
-        _check_one_piece(task.loaders[TRAIN])
+    pieces = processes * max(len(plan.window(0).pieces) for plan in loader.plans.values())
+    if data.batch_transform is not None and pieces > 1:
+        log.warning(
+            "data.train.batch_transform mixes samples of one micro-batch, and a batch is cut into "
+            "%d: that is another update than the whole batch would make",
+            pieces,
+        )
 
 
 def _check_one_piece(loader: Loader) -> None:
     """Steps that make several optimizer steps, or call a closure, do so on a whole batch."""
-    pieces = len(loader.plan.window(0).pieces)
+    plans = list(loader.plans.values())
+    pieces = max(len(plan.window(0).pieces) for plan in plans)
     if pieces > 1:
-        key = "micro_batch_size" if loader.plan.accumulate is None else "accumulate"
+        key = "micro_batch_size" if plans[0].accumulate is None else "accumulate"
         raise ConfigError(
             f"data.train.{key}",
             f"it cuts a batch into {pieces} micro-batches, and this train step works on whole "
@@ -134,6 +178,30 @@ def _check_one_piece(loader: Loader) -> None:
 
 def _plan(task: Task) -> None:
     trains = TRAIN in task.loaders and not task.test_only
-    windows = task.loaders[TRAIN].windows if trains else 0
+    windows = {1: 0}
+    if trains:
+        windows = {first: plan.windows for first, plan in task.loaders[TRAIN].plans.items()}
     task.plan = PhasePlan(task.phases, windows, list(task.test_data))
-    optimizers.plan_rates(task)
+    whole = _whole_plan(task) if trains and task.debug.fast is not None else task.plan
+    optimizers.plan_rates(task, whole)
+
+
+def _whole_plan(task: Task) -> PhasePlan:
+    """The plan that a quick try is the beginning of: schedules are spread over it."""
+    plans = task.loaders[TRAIN].plans.items()
+    windows = {first: dataclasses.replace(plan, at_most=None).windows for first, plan in plans}
+    return PhasePlan(task.whole_phases, windows, list(task.test_data))
+
+
+def _say_debug(task: Task) -> None:
+    if task.debug.fast is not None:
+        log.info(
+            "debug.fast: %d batches of each phase, one epoch, schedules as in the whole training; "
+            "nothing is saved",
+            task.debug.fast,
+        )
+    if task.debug.overfit is not None and TRAIN in task.loaders:
+        log.info(
+            "debug.overfit: every epoch is the same %d batches of training data, and no others",
+            task.loaders[TRAIN].windows,
+        )

@@ -15,6 +15,7 @@ from phaseloop.engine.settings import Gradients
 from phaseloop.engine.stepping import NO_SCALED_CLOSURE
 
 if TYPE_CHECKING:
+    from phaseloop.engine.phases import PhasePlan
     from phaseloop.engine.task import Task
 
 
@@ -46,14 +47,14 @@ def make(task: Task) -> None:
         _check_closure(task, optimizer)
 
 
-def plan_rates(task: Task) -> None:
-    """Spread each optimizer's schedules over the updates that will move it."""
-    names, updates = list(task.optimizers), task.plan.updates
+def plan_rates(task: Task, plan: PhasePlan) -> None:
+    """Spread each optimizer's schedules over the updates of ``plan`` that will move it."""
+    names, updates = list(task.optimizers), plan.updates
     for name in names:
         moves = max(updates // task.every[name], min(updates, 1))
         schedules = [copy.copy(schedule) for schedule in _schedules_of(task.schedules, name, names)]
         for schedule in schedules:
-            schedule.plan(moves, task.plan.epochs)
+            schedule.plan(moves, plan.epochs)
         task.rates[name] = Rates(task.optimizers[name], schedules)
     task.unset_rates = any(rates.schedules for rates in task.rates.values())
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from phaseloop.engine.data.transfer import to_double
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.loss_scale import LossScale, Scaler
 
@@ -68,11 +69,7 @@ class Precision:
 
     def cast_input(self, data: Any) -> Any:
         """Floating-point tensors in ``data`` as the model expects them."""
-        if self.name != "float64":
-            return data
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, data
-        )
+        return to_double(data) if self.name == "float64" else data
 
     @staticmethod
     def widen(output: Any) -> Any:

@@ -94,6 +94,9 @@ hooks = Registry("hook")
 models = Registry("model")
 datasets = Registry("dataset")
 collates = Registry("collate function")
+samplers = Registry("sampler")
+batch_transforms = Registry("batch transform")
+transfers = Registry("to_device function")
 criteria = Registry("criterion")
 meters = Registry("meter")
 optimizers = Registry("optimizer")
@@ -137,9 +140,25 @@ def register_hook(name: str, *, default: bool = False, replace: bool = False) ->
     return hooks.register(name, replace=replace, default=default)
 
 
+def register_sampler(name: str, *, by: str = "targets", replace: bool = False) -> Callable[[T], T]:
+    """Register a sampler; see :class:`phaseloop.engine.data.samplers.Sampler`.
+
+    Args:
+        name: the name for ``data.train.sampler``.
+        by: the dataset's attribute that it goes by, where a configuration names none.
+        replace: take the place of an earlier entry.
+
+    Raises:
+        RegistryError: the name is taken.
+    """
+    return samplers.register(name, replace=replace, by=by)
+
+
 register_model = models.register
 register_dataset = datasets.register
 register_collate = collates.register
+register_batch_transform = batch_transforms.register
+register_to_device = transfers.register
 register_criterion = criteria.register
 register_meter = meters.register
 register_optimizer = optimizers.register

@@ -83,7 +83,7 @@ class Stepping(Walk):
             raise NoBatchError(self._why_no_batch())
         self._pending = None
         if self.precision.changes_input:
-            batch = self._cast(batch)
+            batch = batch.with_data(self.precision.cast_input(batch.data))
         self.batch = batch
         return batch
 
@@ -102,11 +102,10 @@ class Stepping(Walk):
             )
         self.accumulator.begin_pass()
         for batch in self._window:
-            self.batch = self._cast(batch) if self.precision.changes_input else batch
-            yield self.batch
-
-    def _cast(self, batch: Batch) -> Batch:
-        return Batch(self.precision.cast_input(batch.data), batch.indices, batch.weight)
+            if self.precision.changes_input:
+                batch = batch.with_data(self.precision.cast_input(batch.data))
+            self.batch = batch
+            yield batch
 
     def _why_no_batch(self) -> str:
         update = self.progress.updates + 1
@@ -144,7 +143,7 @@ class Stepping(Walk):
             output = function(*args, **kwargs)
         return self.precision.widen(output)
 
-    def criterion(self, output: Any, target: Any, weight: float | None = None) -> Tensor:
+    def criterion(self, output: Any, target: Any, weight: Tensor | float | None = None) -> Tensor:
         """The mean loss of the micro-batch; meters are updated.
 
         Args:
@@ -168,16 +167,16 @@ class Stepping(Walk):
         output: Any,
         target: Any,
         parts: Mapping[str, Tensor] | None = None,
-        weight: float | None = None,
+        weight: Tensor | float | None = None,
     ) -> None:
         """Note a loss that the step computed itself; ``criterion`` does this for its own.
 
         Args:
             loss: mean over the micro-batch's samples, one element.
             output, target: what the meters are given.
-            parts: named parts of the loss, each a mean over samples.
-            weight: number of elements that the loss and its parts are means over, where that is
-                not the number of samples.
+            parts: named parts of the loss, each a mean as the loss is.
+            weight: number of elements that they are means over, where that is not the number of
+                samples, as for ``backward``: what is shown is then the mean over all elements.
 
         Raises:
             ConfigError: the loss or a part of it has more than one element.
@@ -187,6 +186,8 @@ class Stepping(Walk):
         if batch is not None and batch.weight and self.measuring:
             if weight is None:
                 weight = batch.weight
+            elif isinstance(weight, Tensor):
+                weight = scalar(weight, "measure(weight=...)")
             value = loss.detach() if loss.dim() == 0 else scalar(loss, "criterion")
             self.meters.update(value, weight, output, target)
             if self.train:
@@ -210,7 +211,7 @@ class Stepping(Walk):
             self._measure_parts(parts, self.batch.weight)
         self.hooks.on_loss_and_meter(self)  # type: ignore[arg-type]
 
-    def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
+    def _measure_parts(self, parts: Mapping[str, Tensor], weight: Tensor | float) -> None:
         named = {name: scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
         self.meters.add_parts(named, weight)
         if self.train:

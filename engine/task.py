@@ -26,7 +26,7 @@ from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.step_facts import resolve_step
 from phaseloop.engine.stepping import Stepping, scalar
@@ -52,7 +52,8 @@ class Task(Stepping):
         phases: length and test cadence.
         schedule: one schedule, or several for different options of the groups; or a mapping from
             an optimizer's name to these.
-        train_meters, test_meters: name to meter, or to a torchmetrics metric.
+        train_meters, test_meters: name to meter, or to a torchmetrics metric. In the second, a
+            mapping under the name of a test set holds that set's own, in place of the others.
         train_step: name of a registered step, or a step itself.
         gradients: clipping, of each optimizer's gradients by themselves; or a mapping from an
             optimizer's name to it.
@@ -61,6 +62,7 @@ class Task(Stepping):
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
+        debug: short cuts for a quick try.
         config: the configuration that the task was made from, as plain Python; kept in every
             checkpoint and compared on a resume.
 
@@ -88,15 +90,18 @@ class Task(Stepping):
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
+        debug: Debug | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.run = run or Run()
+        self.debug = debug or Debug()
         self.seed = seed
         self.config = dict(config or {})
         self.bare_model = model
         self.criterion_module = criterion
-        self.phases = phases
+        self.phases = phases if self.debug.fast is None else Phases(epochs=1)
+        self.whole_phases = phases
         self.gradients = gradients if gradients is not None else Gradients()
         self.precision = Precision(precision) if isinstance(precision, str) else precision
         self.backend = backend or Single()
@@ -113,14 +118,16 @@ class Task(Stepping):
         self.meter_sets = {TRAIN: MeterSet(TRAIN, train_meters)}
         for name in self.test_data:
             # Every set measures for itself, so each gets meters of its own.
-            self.meter_sets[name] = MeterSet(name, copy.deepcopy(dict(test_meters or {})))
+            own = assembly.meters_of(name, test_meters or {}, self.test_data)
+            self.meter_sets[name] = MeterSet(name, copy.deepcopy(own))
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
         self.signals = Signals(self.run.grace)
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
-        self.folder = RunFolder(Path(self.run.dir)) if self.run.dir is not None else None
+        saves = self.run.dir is not None and self.debug.fast is None
+        self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""

@@ -152,15 +152,14 @@ class Walk:
         self.carry = None
         self._train_batches = None
         self._train_phase = Phase(
-            TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows
+            TRAIN, True, progress.epoch, self.plan.windows_in(progress.epoch), progress.windows
         )
 
     def _enter_train(self) -> None:
         progress = self.progress
         if self._train_phase is None:  # in a new process, in the middle of an epoch
-            self._train_phase = Phase(
-                TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows, False
-            )
+            windows = self.plan.windows_in(progress.epoch)
+            self._train_phase = Phase(TRAIN, True, progress.epoch, windows, progress.windows, False)
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
@@ -215,7 +214,7 @@ class Walk:
     def _check_skips(self) -> None:
         """Without this, a run whose length is in updates might go on for ever."""
         skipped = self.progress.skipped_in_a_row
-        if skipped >= max(_HOPELESS, 2 * self.plan.windows_per_epoch):
+        if skipped >= max(_HOPELESS, 2 * self.plan.windows_in(self.progress.epoch)):
             raise DataError(
                 f"the last {skipped} windows were all skipped, which is two epochs or more; "
                 f"the last because {self._last_skip}"

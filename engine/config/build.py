@@ -6,7 +6,6 @@ Everything is checked before the first data set is opened.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from phaseloop.engine import (
     registry,
 )
 from phaseloop.engine.backends import Backend
+from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
-from phaseloop.engine.config.schema import Component, Schema, TestSet
+from phaseloop.engine.config.schema import Component, Schema
 from phaseloop.engine.config.typed import to_dataclass
-from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
 from phaseloop.engine.schedules import Schedule, Warmup
@@ -57,8 +56,9 @@ def build(schema: Schema) -> Built:
     hooks = make_hooks(schema, components)
     backend = components.make(schema.backend, registry.backends, "backend")
     _seed(schema.seed)
-    train = _data(schema.data.train, components, "data.train")
-    test = _data(schema.data.test, components, "data.test")
+    sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
+    train = sets.pop("data.train", None)
+    test = dict(zip(schema.data.tests, sets.values(), strict=True))
     model = components.make(schema.model, registry.models, "model")
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
@@ -71,14 +71,15 @@ def build(schema: Schema) -> Built:
         train=train,
         test=test,
         schedule=_schedule(schema, components),
-        train_meters=_meters(schema.meters.train, components, "meters.train"),
-        test_meters=_meters(schema.meters.test, components, "meters.test"),
+        train_meters=_meters(schema.meters.get("train"), components, "meters.train"),
+        test_meters=_test_meters(schema, components),
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
         precision=schema.precision,
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
+        debug=schema.debug,
         config=dataclasses.asdict(schema),
     )
     return Built(task, hooks)
@@ -98,8 +99,8 @@ def _check(schema: Schema, components: Components) -> None:
     for name, spec in schema.hooks.items():
         if spec is not None:
             components.check(spec, registry.hooks, f"hooks.{name}", default_name=name)
-    for kind, meters in {"train": schema.meters.train, "test": schema.meters.test}.items():
-        for name, spec in meters.items():
+    for kind, meters in schema.meters.items():
+        for name, spec in (meters or {}).items():
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
@@ -113,10 +114,8 @@ def _check(schema: Schema, components: Components) -> None:
         raise ConfigError("optimizer", "training needs one, e.g. optimizer=sgd")
     _schedule(schema, components)
     _train_step(schema, components)
-    for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
-        if data is not None:
-            components.check(data.dataset, registry.datasets, f"{key}.dataset")
-            _collate(data.collate, components, f"{key}.collate")
+    for key, data in schema.data.by_key.items():
+        sets_of.check(data, components, key)
 
 
 def _seed(seed: int) -> None:
@@ -124,26 +123,6 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
-
-
-def _data(data: TestSet | None, components: Components, key: str) -> Data | None:
-    if data is None:
-        return None
-    options = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
-    options["dataset"] = components.make(data.dataset, registry.datasets, f"{key}.dataset")
-    options["collate"] = _collate(data.collate, components, f"{key}.collate")
-    return Data(**options)
-
-
-def _collate(
-    spec: Component | None, components: Components, key: str
-) -> Callable[[list[Any]], Any] | None:
-    """The function itself, its options filled in; its first argument is the list of samples."""
-    if spec is None:
-        return None
-    components.check(spec, registry.collates, key, given=1)
-    options = {name: value for name, value in spec.items() if name not in ("name", "_target_")}
-    return functools.partial(components.target(spec, registry.collates, key, None), **options)
 
 
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
@@ -186,13 +165,23 @@ def _schedule(schema: Schema, components: Components) -> list[Schedule]:
 
 
 def _meters(
-    specs: Mapping[str, Component | None], components: Components, key: str
+    specs: Mapping[str, Component | None] | None, components: Components, key: str
 ) -> dict[str, Any]:
     return {
         name: components.make(spec, registry.meters, f"{key}.{name}", default_name=name)
-        for name, spec in specs.items()
+        for name, spec in (specs or {}).items()
         if spec is not None
     }
+
+
+def _test_meters(schema: Schema, components: Components) -> dict[str, Any]:
+    """Those of every test set, and under the name of a set its own in place of them."""
+    own = {
+        name: _meters(schema.meters[name], components, f"meters.{name}")
+        for name in schema.data.tests
+        if name in schema.meters and name != "test"
+    }
+    return {**_meters(schema.meters.get("test"), components, "meters.test"), **own}
 
 
 def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:

@@ -27,6 +27,10 @@ def to_dataclass(cls: type[T], value: Any, path: str) -> T:
     names = _names(cls)
     check_keys(value, names, path)
     hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        # A field may choose among its types itself, where the value does not tell them apart.
+        if "choose" in f.metadata and f.name in value:
+            hints[f.name] = f.metadata["choose"](value[f.name])
     converted = {
         key: convert(hints[key], item, f"{path}.{key}" if path else key)
         for key, item in value.items()
@@ -128,11 +132,23 @@ def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> list[Any]:
     return [convert(kind, item, f"{path}.{number}") for number, item in enumerate(value)]
 
 
-def _convert_dict(args: tuple[Any, ...], value: Any, path: str) -> dict[str, Any]:
+def _convert_dict(args: tuple[Any, ...], value: Any, path: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(path, _wrong(value, "a mapping"))
     kind = args[1] if len(args) == 2 else Any
-    return {str(key): convert(kind, item, f"{path}.{key}") for key, item in value.items()}
+    name = _as_int if args and args[0] is int else _as_str
+    return {name(key, path): convert(kind, item, f"{path}.{key}") for key, item in value.items()}
+
+
+def _as_str(key: Any, path: str) -> str:
+    return str(key)
+
+
+def _as_int(key: Any, path: str) -> int:
+    try:
+        return int(str(key))
+    except ValueError:
+        raise ConfigError(path, f"its keys are whole numbers, and {key!r} is none") from None
 
 
 def _check_plain(annotation: Any, value: Any, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Moving a batch of any shape to the device."""
+"""Moving a batch of any shape to the device, and to double precision."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
         return value.to(device) if callable(getattr(value, "to", None)) else value
 
     return map_tensors(move, data, move_other)
+
+
+def to_double(data: Any) -> Any:
+    """``data`` with every floating-point tensor in it in double precision; goes as far as
+    :func:`to_device`, but for types with a ``to(device)`` method of their own."""
+    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, data)
