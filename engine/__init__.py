@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         register_schedule,
         register_train_step,
     )
-    from phaseloop.engine.schedules import Schedule, Warmup
+    from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
     from phaseloop.engine.settings import Gradients, Run
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
@@ -73,7 +73,7 @@ _PLACES = {
         "register_schedule",
         "register_train_step",
     ],
-    "schedules": ["Schedule", "Warmup"],
+    "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
     "settings": ["Gradients", "Run"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
@@ -104,10 +104,12 @@ __all__ = [
     "Progress",
     "RegistryError",
     "Run",
+    "ScaleWithBatch",
     "Schedule",
     "Single",
     "Task",
     "TensorData",
+    "TorchSchedule",
     "Trainer",
     "Warmup",
     "register_backend",

@@ -16,7 +16,7 @@ from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import Accumulator, clear
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.registry import train_steps
-from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Gradients, Run
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ def _check_types(task: Task) -> None:
         ("gradients", task.gradients, Gradients),
         ("run", task.run, Run),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
-        *(("schedule", schedule, Schedule) for schedule in task.schedules),
     ]
+    for schedule in task.schedules:
+        if not isinstance(schedule, TorchSchedule):
+            wanted.append(("schedule", schedule, Schedule))
     if task.train_data is not None:
         wanted.append(("train", task.train_data, Data))
     for name, given, cls in wanted:
@@ -149,4 +151,5 @@ def _plan(task: Task) -> None:
     for schedule in task.schedules:
         schedule.plan(task.plan.updates, task.plan.epochs)
     task.unset_rates = bool(task.schedules)
-    task.rates = {name: Rates(o, task.schedules) for name, o in task.optimizers.items()}
+    batch_size = None if task.train_data is None else task.train_data.batch_size
+    task.rates = {name: Rates(o, task.schedules, batch_size) for name, o in task.optimizers.items()}

@@ -27,7 +27,7 @@ from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.run_folder import RunFolder
-from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Gradients, Run
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.walk import Walk
@@ -48,7 +48,7 @@ class Task(Walk):
         train: training data; None: only testing.
         test: test data: one set, called ``test``, or several by name.
         phases: length and test cadence.
-        schedule: one schedule, or several for different options of the groups.
+        schedule: one schedule, or several for different options or groups.
         train_meters, test_meters: name to meter, or to a torchmetrics metric.
         train_step: name of a registered step, or a step itself.
         gradients: clipping.
@@ -73,7 +73,7 @@ class Task(Walk):
         optimizer: Optimizer | Mapping[str, Optimizer] | MakeOptimizer | None = None,
         train: Data | None = None,
         test: Data | Mapping[str, Data] | None = None,
-        schedule: Schedule | Sequence[Schedule] = (),
+        schedule: Schedule | TorchSchedule | Sequence[Schedule | TorchSchedule] = (),
         train_meters: Mapping[str, Any] | None = None,
         test_meters: Mapping[str, Any] | None = None,
         train_step: str | Callable[[Any], None] = "standard",
