@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.lars import LARS
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
@@ -59,6 +61,8 @@ _PLACES = {
     ],
     "events": ["Hook", "Order"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "lars": ["LARS"],
+    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
     "phases": ["Phase", "Phases"],
     "progress": ["Progress"],
     "registry": [
@@ -82,6 +86,7 @@ _PLACES = {
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "LARS",
     "Accuracy",
     "Backend",
     "Batch",
@@ -90,7 +95,9 @@ __all__ = [
     "Data",
     "DataError",
     "Gradients",
+    "GroupRules",
     "Hook",
+    "LayerDecay",
     "Mean",
     "Meter",
     "MetricError",
@@ -112,6 +119,7 @@ __all__ = [
     "TorchSchedule",
     "Trainer",
     "Warmup",
+    "parameter_groups",
     "register_backend",
     "register_collate",
     "register_criterion",

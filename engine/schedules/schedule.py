@@ -160,7 +160,8 @@ def keyed(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if key == "schedule" or not error.key.startswith("schedule"):
+        knows = error.key == key or error.key.startswith(f"{key}.")
+        if knows or not error.key.startswith("schedule"):
             raise
         problem = str(error)[len(error.key) + 2 :]
         raise ConfigError(key + error.key.removeprefix("schedule"), problem) from None
