@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.lars import LARS
     from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
         register_to_device,
         register_train_step,
     )
-    from phaseloop.engine.schedules import Schedule, Warmup
+    from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
     from phaseloop.engine.settings import Debug, Gradients, Run
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
@@ -71,6 +73,8 @@ _PLACES = {
     "events": ["Hook", "Order"],
     "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "lars": ["LARS"],
+    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
     "phases": ["Phase", "Phases"],
     "precision": ["Precision"],
     "progress": ["Progress"],
@@ -89,7 +93,7 @@ _PLACES = {
         "register_to_device",
         "register_train_step",
     ],
-    "schedules": ["Schedule", "Warmup"],
+    "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
     "settings": ["Debug", "Gradients", "Run"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
@@ -98,6 +102,7 @@ _PLACES = {
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "LARS",
     "Accuracy",
     "Backend",
     "Batch",
@@ -108,7 +113,9 @@ __all__ = [
     "DataError",
     "Debug",
     "Gradients",
+    "GroupRules",
     "Hook",
+    "LayerDecay",
     "LossScale",
     "Mean",
     "Meter",
@@ -128,13 +135,16 @@ __all__ = [
     "RegistryError",
     "Run",
     "Sampler",
+    "ScaleWithBatch",
     "Schedule",
     "Single",
     "Source",
     "Task",
     "TensorData",
+    "TorchSchedule",
     "Trainer",
     "Warmup",
+    "parameter_groups",
     "register_backend",
     "register_batch_transform",
     "register_collate",

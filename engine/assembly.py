@@ -18,7 +18,7 @@ from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
-from phaseloop.engine.schedules import Schedule
+from phaseloop.engine.schedules import Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def _check_types(task: Task) -> None:
         ("run", task.run, Run),
         ("debug", task.debug, Debug),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
-        *(("schedule", given, Schedule) for given in optimizers.all_schedules(task.schedules)),
     ]
+    for schedule in optimizers.all_schedules(task.schedules):
+        if not isinstance(schedule, TorchSchedule):
+            wanted.append(("schedule", schedule, Schedule))
     if task.train_data is not None:
         wanted.append(("train", task.train_data, Data))
     for name, given, cls in wanted:

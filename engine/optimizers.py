@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from phaseloop.engine.errors import ConfigError, listing, nearest
-from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Gradients
 from phaseloop.engine.stepping import NO_SCALED_CLOSURE
 
@@ -54,9 +54,12 @@ def plan_rates(task: Task, plan: PhasePlan) -> None:
         moves = max(updates // task.every[name], min(updates, 1))
         schedules = [copy.copy(schedule) for schedule in _schedules_of(task.schedules, name, names)]
         for schedule in schedules:
-            schedule.plan(moves, plan.epochs)
-        task.rates[name] = Rates(task.optimizers[name], schedules)
-    task.unset_rates = any(rates.schedules for rates in task.rates.values())
+            if isinstance(schedule, Schedule):
+                schedule.plan(moves, plan.epochs)
+            if schedule.scale_with_batch is not None:
+                _check_one_size(task, schedule.key)
+        task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(task))
+    task.unset_rates = bool(all_schedules(task.schedules))
 
 
 def all_schedules(given: Any) -> list[Any]:
@@ -69,6 +72,19 @@ def all_schedules(given: Any) -> list[Any]:
 def all_clipping(given: Any) -> list[Any]:
     """Every setting of gradients in what a task was given."""
     return list(given.values()) if isinstance(given, Mapping) else [given]
+
+
+def _batch_size(task: Task) -> int | None:
+    return None if task.train_data is None else next(iter(task.train_data.sizes.values()))
+
+
+def _check_one_size(task: Task, key: str) -> None:
+    if task.train_data is not None and len(task.train_data.sizes) > 1:
+        raise ConfigError(
+            f"{key}.scale_with_batch",
+            f"the batch size changes with the epoch, {task.train_data.sizes}, so there is no one "
+            f"rate that follows it; give a schedule of the rate itself",
+        )
 
 
 def _named(task: Task) -> dict[str, Optimizer]:
@@ -97,7 +113,7 @@ def _clipping(
     return {name: given.get(name, Gradients()) for name in names}
 
 
-def _schedules_of(given: Any, name: str, names: Iterable[str]) -> list[Schedule]:
+def _schedules_of(given: Any, name: str, names: Iterable[str]) -> list[Schedule | TorchSchedule]:
     if not isinstance(given, Mapping):
         return all_schedules(given)
     for other in given:

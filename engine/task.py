@@ -25,7 +25,7 @@ from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.run_folder import RunFolder
-from phaseloop.engine.schedules import Rates, Schedule
+from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.step_facts import resolve_step
@@ -33,7 +33,7 @@ from phaseloop.engine.stepping import Stepping, scalar
 
 log = logging.getLogger("phaseloop")
 
-Schedules = Schedule | Sequence[Schedule]
+Schedules = Schedule | TorchSchedule | Sequence[Schedule | TorchSchedule]
 MakeOptimizer = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 
 
@@ -50,8 +50,8 @@ class Task(Stepping):
         train: training data; None: only testing.
         test: test data: one set, called ``test``, or several by name.
         phases: length and test cadence.
-        schedule: one schedule, or several for different options of the groups; or a mapping from
-            an optimizer's name to these.
+        schedule: one schedule, or several for different options or groups; or a mapping from an
+            optimizer's name to these.
         train_meters, test_meters: name to meter, or to a torchmetrics metric. In the second, a
             mapping under the name of a test set holds that set's own, in place of the others.
         train_step: name of a registered step, or a step itself.

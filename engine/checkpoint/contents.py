@@ -96,6 +96,7 @@ def small_state(task: Task) -> dict[str, Any]:
     return {
         "progress": task.progress.state_dict(),
         "hooks": task.hooks.state_dict(),
+        "schedules": {name: rates.state_dict() for name, rates in task.rates.items()},
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "metrics": dict(task.metrics),
@@ -123,6 +124,8 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     _load_part(task.criterion_module, state["criterion"], "criterion")
     _restore_optimizers(task, state["optimizers"])
     _load_part(task.precision.scaler, state["scaler"], "scaler")
+    for name, rates in task.rates.items():
+        rates.load_state_dict(state["schedules"][name])
     _restore_modes(task, state["evaluating"], state["frozen"])
     task.progress.load_state_dict(state["progress"])
     for name, meters in task.meter_sets.items():

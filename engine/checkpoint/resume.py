@@ -11,6 +11,7 @@ from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.optimizers import all_schedules
 from phaseloop.engine.run_folder import STATUS, RunFolder, put_aside
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
     """One warning when schedules are spread over another number of updates than before."""
     before, now = state["planned"], task.plan.updates
-    if task.schedules and before != now:
+    if before != now and any(schedule.spread for schedule in all_schedules(task.schedules)):
         log.warning(
             "the run was planned for %d updates and is now for %d: its schedules are spread over "
             "the new total from here on",

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from phaseloop.engine import (
     builtin,  # noqa: F401 registers torch's own optimizers and losses
@@ -23,14 +22,11 @@ from phaseloop.engine import (
 from phaseloop.engine.backends import Backend
 from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
+from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema
-from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
-from phaseloop.engine.schedules import Schedule, Warmup
 from phaseloop.engine.task import Task
-
-_SCHEDULE_KEYS = ("option", "warmup", "interval")
 
 
 @dataclass
@@ -67,10 +63,14 @@ def build(schema: Schema) -> Built:
         model=model,
         phases=schema.phases,
         criterion=criterion,
-        optimizer=_optimizer(schema, components, criterion),
+        optimizer=(
+            None
+            if schema.optimizer is None
+            else make_optimizer(schema.optimizer, components, criterion)
+        ),
         train=train,
         test=test,
-        schedule=_schedule(schema, components),
+        schedule=make_schedules(schema.schedule, components, schema.optimizer),
         train_meters=_meters(schema.meters.get("train"), components, "meters.train"),
         test_meters=_test_meters(schema, components),
         train_step=_train_step(schema, components),
@@ -109,10 +109,10 @@ def _check(schema: Schema, components: Components) -> None:
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
     if schema.optimizer is not None:
-        components.check(schema.optimizer, registry.optimizers, "optimizer", given=1)
+        check_optimizer(schema.optimizer, components)
     elif schema.data.train is not None and schema.only is None:
         raise ConfigError("optimizer", "training needs one, e.g. optimizer=sgd")
-    _schedule(schema, components)
+    make_schedules(schema.schedule, components, schema.optimizer)
     _train_step(schema, components)
     for key, data in schema.data.by_key.items():
         sets_of.check(data, components, key)
@@ -127,41 +127,6 @@ def _seed(seed: int) -> None:
 
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
     return None if spec is None else components.make(spec, kind, key)
-
-
-def _optimizer(
-    schema: Schema, components: Components, criterion: Any
-) -> Callable[[nn.Module], Optimizer] | None:
-    """A function of the model; a criterion with parameters of its own is trained with it."""
-    if schema.optimizer is None:
-        return None
-    spec = schema.optimizer
-    extra = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-
-    def make(model: nn.Module) -> Optimizer:
-        parameters = [*model.parameters(), *extra]
-        made = components.make(spec, registry.optimizers, "optimizer", parameters)
-        if not isinstance(made, Optimizer):
-            raise ConfigError("optimizer", f"{type(made).__name__} is not a torch optimizer")
-        return made
-
-    return make
-
-
-def _schedule(schema: Schema, components: Components) -> list[Schedule]:
-    spec = schema.schedule
-    if spec is None:
-        return []
-    curve = components.make(spec, registry.schedules, "schedule", extra=_SCHEDULE_KEYS)
-    warmup = spec.get("warmup")
-    return [
-        Schedule(
-            curve,
-            option=spec.get("option", "lr"),
-            warmup=None if warmup is None else to_dataclass(Warmup, warmup, "schedule.warmup"),
-            interval=spec.get("interval", "update"),
-        )
-    ]
 
 
 def _meters(
