@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from phaseloop.engine.events import Hook, Order
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.model_options import Compile, ModelOptions
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
@@ -59,6 +60,7 @@ _PLACES = {
     ],
     "events": ["Hook", "Order"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
     "progress": ["Progress"],
     "registry": [
@@ -86,6 +88,7 @@ __all__ = [
     "Backend",
     "Batch",
     "CheckpointError",
+    "Compile",
     "ConfigError",
     "Data",
     "DataError",
@@ -94,6 +97,7 @@ __all__ = [
     "Mean",
     "Meter",
     "MetricError",
+    "ModelOptions",
     "NoBatchError",
     "NonFiniteError",
     "Order",

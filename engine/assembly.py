@@ -14,6 +14,7 @@ from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import Accumulator, clear
+from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.registry import train_steps
 from phaseloop.engine.schedules import Rates, Schedule
@@ -31,6 +32,8 @@ def check(task: Task) -> None:
     task.phases.check()
     task.gradients.check()
     task.run.check()
+    task.model_options.check()
+    task.model_options.check_model(task.bare_model)
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
     if task.train_data is None and not task.test_data:
@@ -48,6 +51,7 @@ def _check_types(task: Task) -> None:
         ("model", task.bare_model, nn.Module),
         ("gradients", task.gradients, Gradients),
         ("run", task.run, Run),
+        ("model_options", task.model_options, ModelOptions),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
         *(("schedule", schedule, Schedule) for schedule in task.schedules),
     ]
@@ -95,7 +99,9 @@ def build(task: Task) -> None:
 
 def _place_modules(task: Task) -> None:
     task.precision.prepare(task.bare_model)
+    lay_out(task.bare_model, task.model_options)
     task.model = task.backend.prepare_model(task.bare_model)
+    compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
         task.precision.prepare(task.criterion_module)
         task.criterion_module.to(task.device)

@@ -22,6 +22,7 @@ from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.gradients import Accumulator, apply_update, clear, count_groups, optimized
 from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.model_options import ModelOptions, channels_last, release
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
@@ -53,6 +54,7 @@ class Task(Walk):
         train_step: name of a registered step, or a step itself.
         gradients: clipping.
         precision: ``float32``, ``bfloat16`` (autocast) or ``float64``.
+        model_options: compilation, memory layout, activation checkpointing.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
@@ -79,6 +81,7 @@ class Task(Walk):
         train_step: str | Callable[[Any], None] = "standard",
         gradients: Gradients | None = None,
         precision: str = "float32",
+        model_options: ModelOptions | None = None,
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
@@ -93,6 +96,7 @@ class Task(Walk):
         self.phases = phases
         self.gradients = gradients or Gradients()
         self.precision = Precision(precision)
+        self.model_options = model_options or ModelOptions()
         self.backend = backend or Single()
         self.train_data = train
         self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
@@ -174,6 +178,8 @@ class Task(Walk):
         self._pending = None
         if self.precision.changes_input:
             batch = Batch(self.precision.cast_input(batch.data), batch.indices, batch.weight)
+        if self.model_options.channels_last:
+            batch.input = channels_last(batch.input)
         self.batch = batch
         return batch
 
@@ -359,10 +365,11 @@ class Task(Walk):
             self.random_before_test = None
 
     def close(self) -> None:
-        """End worker processes and leave the other processes."""
+        """End worker processes, leave the other processes, and give the model back as it was."""
         self.drop_batches()  # they hold on to the workers
         for loader in self.loaders.values():
             loader.close()
+        release(self.bare_model, self.model_options)
         self.backend.teardown()
 
     def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:

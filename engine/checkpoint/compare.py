@@ -15,7 +15,7 @@ MAY_CHANGE = (
     "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
-    "model.compile",
+    "model.compile", "model.checkpoint",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ def identity(task: Task) -> dict[str, Any]:
         "precision": task.precision.name,
         "gradients": dataclasses.asdict(task.gradients),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
+        **task.model_options.facts(),
     }
     data = task.train_data
     if data is not None:

@@ -28,10 +28,12 @@ from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
+from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.schedules import Schedule, Warmup
 from phaseloop.engine.task import Task
 
 _SCHEDULE_KEYS = ("option", "warmup", "interval")
+_MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
 
 
 @dataclass
@@ -59,7 +61,7 @@ def build(schema: Schema) -> Built:
     _seed(schema.seed)
     train = _data(schema.data.train, components, "data.train")
     test = _data(schema.data.test, components, "data.test")
-    model = components.make(schema.model, registry.models, "model")
+    model = components.make(schema.model, registry.models, "model", extra=_MODEL_KEYS)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
     criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
@@ -76,6 +78,7 @@ def build(schema: Schema) -> Built:
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
         precision=schema.precision,
+        model_options=_model_options(schema),
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
@@ -104,7 +107,7 @@ def _check(schema: Schema, components: Components) -> None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
     components.check(schema.backend, registry.backends, "backend")
-    components.check(schema.model, registry.models, "model")
+    _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
     if schema.optimizer is not None:
@@ -193,6 +196,24 @@ def _meters(
         for name, spec in specs.items()
         if spec is not None
     }
+
+
+def _check_model(schema: Schema, components: Components) -> None:
+    spec = schema.model
+    components.check(spec, registry.models, "model", extra=_MODEL_KEYS)
+    own = components.options(spec, registry.models, "model")
+    if clash := [key for key in _MODEL_KEYS if key in spec and key in own]:
+        raise ConfigError(
+            f"model.{clash[0]}",
+            "the engine takes this key, and the model has an option of that name, too: register "
+            "a function that makes the model and has another name for it",
+        )
+    _model_options(schema).check()
+
+
+def _model_options(schema: Schema) -> ModelOptions:
+    given = {key: schema.model[key] for key in _MODEL_KEYS if key in schema.model}
+    return to_dataclass(ModelOptions, given, "model")
 
 
 def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:
