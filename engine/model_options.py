@@ -151,10 +151,7 @@ def lay_out(model: nn.Module, options: ModelOptions) -> None:
     chosen = _chosen(model, options.checkpoint, "model.checkpoint")
     if not chosen:
         return
-    forward = _checkpointed
-    if options.compile:
-        # Compiled code could not put generators and buffers back. What it calls is compiled.
-        forward = torch.compiler.disable(_checkpointed, recursive=False)  # type: ignore[no-untyped-call]
+    forward = _checkpointing(options.compiler)
     for module in chosen.values():
         # A bound method, which a deep copy of the module binds to the copy.
         module.forward = types.MethodType(forward, module)
@@ -162,15 +159,8 @@ def lay_out(model: nn.Module, options: ModelOptions) -> None:
 
 def compile_in_place(model: nn.Module, options: ModelOptions) -> None:
     """After the backend took the model: compile it. No module gets another name."""
-    how = options.compiler
-    if how is not None:
-        model.compile(
-            backend=how.backend,
-            mode=how.mode,
-            dynamic=how.dynamic,
-            fullgraph=how.fullgraph,
-            options=how.options,
-        )
+    if options.compiler is not None:
+        model.compile(**vars(options.compiler))
 
 
 def release(model: nn.Module, options: ModelOptions) -> None:
@@ -225,24 +215,51 @@ def _chosen(model: nn.Module, patterns: list[str], key: str) -> dict[str, nn.Mod
     }
 
 
-def _checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of a module's forward: keeps its input, and computes the rest again in backward."""
-    forward = types.MethodType(type(self).forward, self)
-    if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
-        return forward(*args, **kwargs)
-    before = _Before(self)
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=lambda: (nullcontext(), before.again(self)),
-        **kwargs,
-    )
+def _checkpointing(compiler: Compile | None) -> Callable[..., Any]:
+    """A forward for a module: keeps the input, and computes the rest again in backward.
+
+    Called ``forward``, so that a pickled module finds the one of its class again.
+    """
+
+    compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cls = type(self)
+        if cls not in compiled:
+            compiled[cls] = cls.forward if compiler is None else _compiled(cls, compiler)
+        own = types.MethodType(compiled[cls], self)
+        if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
+            return own(*args, **kwargs)
+        before = _Before(self)
+        return checkpoint(
+            own,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=lambda: (nullcontext(), before.again(self)),
+            **kwargs,
+        )
+
+    if compiler is None:
+        return forward
+    # Compiled code could not put generators and buffers back; so each module is compiled by itself.
+    disabled: Callable[..., Any] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
+    return disabled
 
 
-# So that a pickled model finds the forward of its class.
-_checkpointed.__name__ = "forward"
+def _compiled(cls: type[nn.Module], compiler: Compile) -> Callable[..., Any]:
+    """The forward of a class, compiled.
+
+    As a function with code of its own: where torch gives up on the model's forward, as it does
+    when a loop in it calls what is not compiled, it marks the code, which may be this class's too.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
+    made: Callable[..., Any] = torch.compile(forward, **vars(compiler))
+    return made
 
 
 class _Before:
