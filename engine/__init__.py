@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.lars import LARS
     from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.model_options import Compile, ModelOptions
     from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.precision import Precision
@@ -75,6 +76,7 @@ _PLACES = {
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
     "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
     "precision": ["Precision"],
     "progress": ["Progress"],
@@ -107,6 +109,7 @@ __all__ = [
     "Backend",
     "Batch",
     "CheckpointError",
+    "Compile",
     "ConfigError",
     "CutMix",
     "Data",
@@ -123,6 +126,7 @@ __all__ = [
     "Mix",
     "MixUp",
     "MixUpOrCutMix",
+    "ModelOptions",
     "NoBatchError",
     "NonFiniteError",
     "Order",

@@ -16,6 +16,7 @@ from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
+from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Schedule, TorchSchedule
@@ -35,6 +36,8 @@ def check(task: Task) -> None:
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
     task.run.check()
+    task.model_options.check()
+    task.model_options.check_model(task.bare_model)
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
     if task.train_data is None and not task.test_data:
@@ -75,6 +78,7 @@ def _check_types(task: Task) -> None:
         ("precision", task.precision, Precision),
         ("run", task.run, Run),
         ("debug", task.debug, Debug),
+        ("model_options", task.model_options, ModelOptions),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
     ]
     for schedule in optimizers.all_schedules(task.schedules):
@@ -115,7 +119,9 @@ def build(task: Task) -> None:
 
 def _place_modules(task: Task) -> None:
     task.precision.prepare(task.bare_model)
+    lay_out(task.bare_model, task.model_options)
     task.model = task.backend.prepare_model(task.bare_model)
+    compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
         task.precision.prepare(task.criterion_module)
         task.criterion_module.to(task.device)

@@ -16,6 +16,7 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing, nearest
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.gradients import apply_update, clear, count_groups, optimized
+from phaseloop.engine.model_options import ModelOptions, channels_last
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Rates
 from phaseloop.engine.settings import Gradients
@@ -31,6 +32,7 @@ class Stepping(Walk):
     """The part of a task that a train step talks to.
 
     Attributes:
+        changes_input: batches are converted for the model.
         optimizers: by name; one without a name is called ``optimizer``.
         every: by name, how often an optimizer steps: at every n-th window.
         clipping: by name, how its gradients are clipped.
@@ -46,6 +48,8 @@ class Stepping(Walk):
     backend: Backend
     hooks: Dispatcher
     precision: Precision
+    model_options: ModelOptions
+    changes_input: bool
     bare_model: nn.Module
     criterion_module: Any
     rates: dict[str, Rates]
@@ -82,8 +86,8 @@ class Stepping(Walk):
         if batch is None:
             raise NoBatchError(self._why_no_batch())
         self._pending = None
-        if self.precision.changes_input:
-            batch = batch.with_data(self.precision.cast_input(batch.data))
+        if self.changes_input:
+            batch = self._prepared(batch)
         self.batch = batch
         return batch
 
@@ -102,10 +106,17 @@ class Stepping(Walk):
             )
         self.accumulator.begin_pass()
         for batch in self._window:
-            if self.precision.changes_input:
-                batch = batch.with_data(self.precision.cast_input(batch.data))
+            if self.changes_input:
+                batch = self._prepared(batch)
             self.batch = batch
             yield batch
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """In the types and the memory layout that the model expects."""
+        batch = batch.with_data(self.precision.cast_input(batch.data))
+        if self.model_options.channels_last:
+            batch.input = channels_last(batch.input)
+        return batch
 
     def _why_no_batch(self) -> str:
         update = self.progress.updates + 1

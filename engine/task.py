@@ -20,6 +20,7 @@ from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.model_options import ModelOptions, release
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
@@ -59,6 +60,7 @@ class Task(Stepping):
             optimizer's name to it.
         precision: ``float32``, ``bfloat16`` or ``float16`` (autocast), ``float64``; or a
             :class:`Precision`, which may say how losses are scaled.
+        model_options: compilation, memory layout, activation checkpointing.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
@@ -87,6 +89,7 @@ class Task(Stepping):
         train_step: str | Callable[[Any], None] = "standard",
         gradients: Gradients | Mapping[str, Gradients] | None = None,
         precision: str | Precision = "float32",
+        model_options: ModelOptions | None = None,
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
@@ -104,6 +107,8 @@ class Task(Stepping):
         self.whole_phases = phases
         self.gradients = gradients if gradients is not None else Gradients()
         self.precision = Precision(precision) if isinstance(precision, str) else precision
+        self.model_options = model_options or ModelOptions()
+        self.changes_input = self.precision.changes_input or self.model_options.channels_last
         self.backend = backend or Single()
         self.train_data = train
         self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
@@ -233,10 +238,11 @@ class Task(Stepping):
             self.random_before_test = None
 
     def close(self) -> None:
-        """End worker processes and leave the other processes."""
+        """End worker processes, leave the other processes, and give the model back as it was."""
         self.drop_batches()  # they hold on to the workers
         for loader in self.loaders.values():
             loader.close()
+        release(self.bare_model, self.model_options)
         self.backend.teardown()
 
     def _keep_best(self, name: str, value: float) -> None:

@@ -128,8 +128,10 @@ def _model(task: Task) -> str:
     parameters = list(task.bare_model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    text = f"{type(task.bare_model).__name__}, {counted(total, 'parameter')}"
-    return text if trainable == total else f"{text}, {trainable:,} of them trainable"
+    parts = [type(task.bare_model).__name__, counted(total, "parameter")]
+    if trainable != total:
+        parts.append(f"{trainable:,} of them trainable")
+    return ", ".join(parts + task.model_options.describe())
 
 
 def _phases(task: Task) -> str:

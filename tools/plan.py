@@ -52,6 +52,8 @@ def _phase_lines(task: Task) -> Iterator[str]:
     if plan.test_sets:
         cadence = f"{' and '.join(every)}, and after the last update" if every else "never"
         yield f"testing     {cadence}"
+    if options := task.model_options.describe():
+        yield f"model       {', '.join(options)}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
 

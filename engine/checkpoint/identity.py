@@ -30,6 +30,7 @@ def identity(task: Task) -> dict[str, Any]:
         "gradients": {n: dataclasses.asdict(given) for n, given in task.clipping.items()},
         "every": dict(task.every),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
+        **task.model_options.facts(),
     }
     data = task.train_data
     if data is not None:

@@ -65,9 +65,12 @@ def find(task: Task) -> store.Saved | None:
 
 
 def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
-    """One warning when threads, torch or the processor differ from those of the checkpoint."""
-    now = environment.facts(task.backend.world_size, task.device)
-    if changed := environment.differences(state["environment"], now):
+    """One warning when threads, torch, the processor or compilation differ from those before."""
+    before, now = state["environment"], environment.facts(task.backend.world_size, task.device)
+    key = "model.compile"
+    before = {**before, key: state["identity"].get(key, "off")}
+    now[key] = task.identity.get(key, "off")
+    if changed := environment.differences(before, now):
         log.warning("last bits may differ from the run before: %s", changed)
 
 

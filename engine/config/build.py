@@ -24,9 +24,13 @@ from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema
+from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
+from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.task import Task
+
+_MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
 
 
 @dataclass
@@ -55,7 +59,7 @@ def build(schema: Schema) -> Built:
     sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
     train = sets.pop("data.train", None)
     test = dict(zip(schema.data.tests, sets.values(), strict=True))
-    model = components.make(schema.model, registry.models, "model")
+    model = components.make(schema.model, registry.models, "model", extra=_MODEL_KEYS)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
     criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
@@ -76,6 +80,7 @@ def build(schema: Schema) -> Built:
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
         precision=schema.precision,
+        model_options=_model_options(schema),
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
@@ -105,7 +110,7 @@ def _check(schema: Schema, components: Components) -> None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
     components.check(schema.backend, registry.backends, "backend")
-    components.check(schema.model, registry.models, "model")
+    _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
     if schema.optimizer is not None:
@@ -147,6 +152,24 @@ def _test_meters(schema: Schema, components: Components) -> dict[str, Any]:
         if name in schema.meters and name != "test"
     }
     return {**_meters(schema.meters.get("test"), components, "meters.test"), **own}
+
+
+def _check_model(schema: Schema, components: Components) -> None:
+    spec = schema.model
+    components.check(spec, registry.models, "model", extra=_MODEL_KEYS)
+    own = components.options(spec, registry.models, "model")
+    if clash := [key for key in _MODEL_KEYS if key in spec and key in own]:
+        raise ConfigError(
+            f"model.{clash[0]}",
+            "the engine takes this key, and the model has an option of that name, too: register "
+            "a function that makes the model and has another name for it",
+        )
+    _model_options(schema).check()
+
+
+def _model_options(schema: Schema) -> ModelOptions:
+    given = {key: schema.model[key] for key in _MODEL_KEYS if key in schema.model}
+    return to_dataclass(ModelOptions, given, "model")
 
 
 def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:
