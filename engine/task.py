@@ -30,6 +30,7 @@ from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule
 from phaseloop.engine.settings import Gradients, Run
 from phaseloop.engine.signals import Signals
+from phaseloop.engine.swapping import Swapping
 from phaseloop.engine.walk import Walk
 
 log = logging.getLogger("phaseloop")
@@ -111,6 +112,8 @@ class Task(Walk):
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
         self.signals = Signals(self.run.grace)
+        self.swapping = Swapping(model)
+        self.averages: dict[str, dict[str, Tensor]] = {}
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
@@ -290,8 +293,8 @@ class Task(Walk):
         return meters.direction(metric) if meters is not None else None
 
     def raw_state(self) -> dict[str, Any]:
-        """The model's own parameters and buffers by the bare model's names."""
-        return self.bare_model.state_dict()
+        """The model's own parameters and buffers, also where a test has put others in."""
+        return self.swapping.raw_state()
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; the criterion's begin with ``criterion.``."""

@@ -23,6 +23,7 @@ from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
+from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -56,6 +57,7 @@ class Walk:
     recorder: Recorder
     accumulator: Accumulator
     signals: Signals
+    swapping: Swapping
     model: nn.Module
     trainable: list[nn.Parameter]
     groups: int
@@ -176,6 +178,7 @@ class Walk:
         for module, flag in self._train_flags:
             module.training = flag
         self._train_flags = []
+        self.swapping.put_back()
         self.test_entry = None
         self.forget_test_draws()
         torch.set_grad_enabled(True)

@@ -7,6 +7,7 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
+    average,
     barrier,
     checkpoint,
     console,
@@ -45,6 +46,7 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
 
 
 __all__ = [
+    "average",
     "barrier",
     "checkpoint",
     "console",
