@@ -84,8 +84,11 @@ def build(task: Task) -> None:
         log.warning("the model is in evaluation mode and is trained so; call model.train()")
     task.backend.setup()
     _place_modules(task)
+    task.freezing.begin()
     task.optimizers = _make_optimizers(task)
     task.find_parameters()
+    if task.optimizers and task.freezing.for_good():
+        task.freezing.check_left(task.trainable, task.freezing.match((), "freeze"), "freeze")
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)

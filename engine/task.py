@@ -20,6 +20,7 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError
 from phaseloop.engine.events import Dispatcher
+from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.gradients import Accumulator, apply_update, clear, count_groups, optimized
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
@@ -53,6 +54,7 @@ class Task(Walk):
         train_meters, test_meters: name to meter, or to a torchmetrics metric.
         train_step: name of a registered step, or a step itself.
         gradients: clipping.
+        freeze: patterns of parameters, or of modules, that are not trained: ``["backbone.*"]``.
         precision: ``float32``, ``bfloat16`` (autocast) or ``float64``.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
@@ -79,6 +81,7 @@ class Task(Walk):
         test_meters: Mapping[str, Any] | None = None,
         train_step: str | Callable[[Any], None] = "standard",
         gradients: Gradients | None = None,
+        freeze: Sequence[str] = (),
         precision: str = "float32",
         backend: Backend | None = None,
         seed: int = 0,
@@ -99,6 +102,7 @@ class Task(Walk):
         self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
         self.schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule]
         assembly.check(self)
+        self.freezing = Freezing(self._named_modules(), freeze)
         self.train_step, self.whole_model_forward = assembly.resolve_step(train_step)
         self.given_optimizer = optimizer
         self.optimizers: dict[str, Optimizer] = {}
@@ -298,10 +302,14 @@ class Task(Walk):
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; the criterion's begin with ``criterion.``."""
+        return parameter_names(self._named_modules())
+
+    def _named_modules(self) -> dict[str, nn.Module]:
+        """Prefix of parameter names to the module that has them."""
         modules = {"": self.bare_model}
         if isinstance(self.criterion_module, nn.Module):
             modules["criterion"] = self.criterion_module
-        return parameter_names(modules)
+        return modules
 
     @property
     def at_border(self) -> bool:

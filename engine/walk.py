@@ -17,6 +17,7 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
+from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.gradients import Accumulator, apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
@@ -58,6 +59,7 @@ class Walk:
     accumulator: Accumulator
     signals: Signals
     swapping: Swapping
+    freezing: Freezing
     model: nn.Module
     trainable: list[nn.Parameter]
     groups: int
@@ -155,6 +157,7 @@ class Walk:
         self.phase = self._train_phase
         self.train = True
         self._batches = self._train_batches
+        self.freezing.apply()
         torch.set_grad_enabled(True)
 
     def _enter_test(self, name: str) -> None:

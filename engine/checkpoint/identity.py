@@ -27,6 +27,8 @@ def identity(task: Task) -> dict[str, Any]:
         "gradients": dataclasses.asdict(task.gradients),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
     }
+    if task.freezing.for_good():
+        facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
         facts["data"] = {

@@ -75,6 +75,7 @@ def build(schema: Schema) -> Built:
         test_meters=_meters(schema.meters.test, components, "meters.test"),
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
+        freeze=schema.freeze,
         precision=schema.precision,
         backend=_backend(backend),
         seed=schema.seed,

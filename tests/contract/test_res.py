@@ -18,6 +18,7 @@ from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.data.source import Data
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.early_stop import EarlyStop
+from phaseloop.hooks.freeze import Freeze
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
 from tests.rigs.r1 import At
@@ -159,6 +160,16 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "skipped windows": {"hooks": {"skip": r1.SkipSome()}},
     "empty micro-batches": {"data": {"micro_batch_size": 1, "collate": drop_some}},
     "frozen": {"model": with_batch_norm(), "hooks": {"freeze": FreezeSome()}},
+    "frozen for good": {
+        "model": with_batch_norm(),
+        "freeze": ["1"],
+        "hooks": {"freeze": Freeze(["0"], first_updates=17)},
+    },
+    "frozen later": {
+        "model": with_batch_norm(),
+        "optimizer_name": "adam",
+        "hooks": {"freeze": Freeze(["0", "1"], after_epochs=1)},
+    },
     "two test sets": {"test": ("first", "second")},
 }
 
