@@ -106,7 +106,10 @@ def build(task: Task) -> None:
     task.backend.setup()
     _place_modules(task)
     task.precision.start(task.device)
+    task.freezing.begin()
     optimizers.make(task)
+    if task.optimizers and task.freezing.for_good():
+        task.freezing.check_left(task.trainable, task.freezing.match((), "freeze"), "freeze")
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)

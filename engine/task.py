@@ -19,6 +19,7 @@ from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
+from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
 from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
@@ -31,6 +32,7 @@ from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.step_facts import resolve_step
 from phaseloop.engine.stepping import Stepping, scalar
+from phaseloop.engine.swapping import Swapping
 
 log = logging.getLogger("phaseloop")
 
@@ -58,6 +60,7 @@ class Task(Stepping):
         train_step: name of a registered step, or a step itself.
         gradients: clipping, of each optimizer's gradients by themselves; or a mapping from an
             optimizer's name to it.
+        freeze: patterns of parameters, or of modules, that are not trained: ``["backbone.*"]``.
         precision: ``float32``, ``bfloat16`` or ``float16`` (autocast), ``float64``; or a
             :class:`Precision`, which may say how losses are scaled.
         model_options: compilation, memory layout, activation checkpointing.
@@ -88,6 +91,7 @@ class Task(Stepping):
         test_meters: Mapping[str, Any] | None = None,
         train_step: str | Callable[[Any], None] = "standard",
         gradients: Gradients | Mapping[str, Gradients] | None = None,
+        freeze: Sequence[str] = (),
         precision: str | Precision = "float32",
         model_options: ModelOptions | None = None,
         backend: Backend | None = None,
@@ -116,6 +120,7 @@ class Task(Stepping):
         self.given_optimizer = optimizer
         self.given_every = dict(every or {})
         assembly.check(self)
+        self.freezing = Freezing(self._named_modules(), freeze)
         self.train_step, self.step_facts = resolve_step(train_step)
         self.rates: dict[str, Rates] = {}
         self.loaders = {}
@@ -128,6 +133,8 @@ class Task(Stepping):
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
         self.signals = Signals(self.run.grace)
+        self.swapping = Swapping(model)
+        self.averages: dict[str, dict[str, Tensor]] = {}
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
@@ -191,15 +198,19 @@ class Task(Stepping):
         return meters.direction(metric) if meters is not None else None
 
     def raw_state(self) -> dict[str, Any]:
-        """The model's own parameters and buffers by the bare model's names."""
-        return self.bare_model.state_dict()
+        """The model's own parameters and buffers, also where a test has put others in."""
+        return self.swapping.raw_state()
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; the criterion's begin with ``criterion.``."""
+        return parameter_names(self._named_modules())
+
+    def _named_modules(self) -> dict[str, nn.Module]:
+        """Prefix of parameter names to the module that has them."""
         modules = {"": self.bare_model}
         if isinstance(self.criterion_module, nn.Module):
             modules["criterion"] = self.criterion_module
-        return parameter_names(modules)
+        return modules
 
     @property
     def at_border(self) -> bool:

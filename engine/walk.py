@@ -18,12 +18,14 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
+from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
+from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
     from phaseloop.engine.precision import Precision
@@ -62,6 +64,8 @@ class Walk:
     recorder: Recorder
     accumulator: Accumulator
     signals: Signals
+    swapping: Swapping
+    freezing: Freezing
     model: nn.Module
     trainable: list[nn.Parameter]
     groups: int
@@ -164,6 +168,7 @@ class Walk:
         self.meters = self.meter_sets[TRAIN]
         self.train = True
         self._batches = self._train_batches
+        self.freezing.apply()
         torch.set_grad_enabled(True)
 
     def _enter_test(self, name: str) -> None:
@@ -188,6 +193,7 @@ class Walk:
         for module, flag in self._train_flags:
             module.training = flag
         self._train_flags = []
+        self.swapping.put_back()
         self.test_entry = None
         self.forget_test_draws()
         torch.set_grad_enabled(True)

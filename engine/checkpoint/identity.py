@@ -32,6 +32,8 @@ def identity(task: Task) -> dict[str, Any]:
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
         **task.model_options.facts(),
     }
+    if task.freezing.for_good():
+        facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
         facts["data"] = {

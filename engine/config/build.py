@@ -79,6 +79,7 @@ def build(schema: Schema) -> Built:
         test_meters=_test_meters(schema, components),
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
+        freeze=schema.freeze,
         precision=schema.precision,
         model_options=_model_options(schema),
         backend=_backend(backend),

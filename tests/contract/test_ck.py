@@ -19,6 +19,7 @@ from phaseloop import Compile, Hook, ModelOptions, Order, Task, Trainer
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError
+from phaseloop.hooks.average import Average
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
 from tests.rigs.probes import Scripted
@@ -455,7 +456,7 @@ assert "omegaconf" not in sys.modules
 def test_ck_f_loads_without_omegaconf_and_without_phaseloop(tmp_path: Path) -> None:
     config = {"optimizer": {"lr": 0.1}, "hooks": {"checkpoint": {"keep_last": None}}}
     options: dict[str, Any] = {"config": config, "test": True, "optimizer_name": "adam",
-                               "hooks": {"average": r1.Average()}}  # fmt: skip
+                               "hooks": {"average": Average(decay=0.9)}}  # fmt: skip
     saved = newest(reference(**options))
     done = subprocess.run(
         [sys.executable, "-c", LOAD, saved.path / MODEL, saved.path / STATE],
