@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     )
     from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
     from phaseloop.engine.settings import Debug, Gradients, Run
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
 
@@ -97,6 +98,7 @@ _PLACES = {
     ],
     "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
     "settings": ["Debug", "Gradients", "Run"],
+    "stages": ["Stage"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
 }  # fmt: skip
@@ -143,6 +145,7 @@ __all__ = [
     "Schedule",
     "Single",
     "Source",
+    "Stage",
     "Task",
     "TensorData",
     "TorchSchedule",

@@ -17,12 +17,13 @@ from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
 from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
-from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
+from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
 
 if TYPE_CHECKING:
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -32,7 +33,8 @@ def check(task: Task) -> None:
     """Raises ConfigError or DataError for what is wrong with a task by itself."""
     _check_types(task)
     task.debug.check()
-    task.whole_phases.check()
+    for number, stage in enumerate(task.whole_phases):
+        stage.check(f"phases.{number}" if len(task.whole_phases) > 1 else "phases")
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
     task.run.check()
@@ -40,19 +42,35 @@ def check(task: Task) -> None:
     task.model_options.check_model(task.bare_model)
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
-    if task.train_data is None and not task.test_data:
+    trained = training_data(task)
+    if not trained and not task.test_data:
         raise ConfigError("data", "there is neither training nor test data")
-    for key, data in _keys(task).items():
+    for key, data in {**trained, **_test_keys(task)}.items():
         data.open(task.seed, key)
-        data.check(key, train=data is task.train_data)
+        data.check(key, train=key in trained)
 
 
-def _keys(task: Task) -> dict[str, Data]:
-    """Each set of samples by its place in the configuration."""
-    train = {} if task.train_data is None else {"data.train": task.train_data}
+def shortened(task: Task) -> list[Stage]:
+    """The stages, each of one epoch where this is a quick try."""
+    if task.debug.fast is None:
+        return task.whole_phases
+    fields = [field.name for field in dataclasses.fields(Phases)]
+    changes = {**{name: getattr(Phases(), name) for name in fields}, "epochs": 1}
+    return [dataclasses.replace(stage, **changes) for stage in task.whole_phases]
+
+
+def training_data(task: Task) -> dict[str, Data]:
+    """Each set of training data by its place in the configuration; those of stages come last."""
+    found = {} if task.train_data is None else {"data.train": task.train_data}
+    for stage in task.whole_phases:
+        if stage.train is not None:
+            found[f"phases.{stage.name}.data.train" if stage.name else "data.train"] = stage.train
+    return found
+
+
+def _test_keys(task: Task) -> dict[str, Data]:
     alone = list(task.test_data) == ["test"]
-    tests = {"data.test" if alone else f"data.test.{n}": d for n, d in task.test_data.items()}
-    return {**train, **tests}
+    return {"data.test" if alone else f"data.test.{n}": d for n, d in task.test_data.items()}
 
 
 def meters_of(
@@ -72,7 +90,6 @@ def meters_of(
 def _check_types(task: Task) -> None:
     """What a Python user mixes up most easily, in a sentence and not an AttributeError later."""
     wanted: list[tuple[str, object, type]] = [
-        ("phases", task.phases, Phases),
         ("model", task.bare_model, nn.Module),
         *(("gradients", given, Gradients) for given in optimizers.all_clipping(task.gradients)),
         ("precision", task.precision, Precision),
@@ -114,9 +131,10 @@ def build(task: Task) -> None:
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)
     _make_loaders(task)
-    _plan(task)
-    if callable(check_step := getattr(task.train_step, "check", None)):
-        check_step(task)  # what it needs of the task is missed now, and not at its first call
+    task.stages.enter()
+    for step, _ in task.stages.steps:
+        if callable(check_step := getattr(step, "check", None)):
+            check_step(task)  # what it needs of the task is missed now, and not at its first call
     _say_debug(task)
 
 
@@ -133,43 +151,56 @@ def _place_modules(task: Task) -> None:
 
 
 def _make_loaders(task: Task) -> None:
-    train = task.train_data
-    training = {} if train is None else {TRAIN: train}
     # Numbered among its kind: a test draws the same whether there is training data or not.
-    sources = [*enumerate(training.items()), *enumerate(task.test_data.items())]
-    for (number, (name, data)), key in zip(sources, _keys(task), strict=True):
-        is_train = name == TRAIN
-        task.loaders[name] = Loader(
-            data,
-            train=is_train,
-            source=number,
-            seed=task.seed,
-            device=task.device,
-            world_size=task.backend.world_size,
-            rank=task.backend.rank,
-            key=key,
-            at_most=task.debug.overfit if is_train and task.debug.overfit else task.debug.fast,
-            repeat=is_train and task.debug.overfit is not None,
-        )
-    if train is not None:
-        _warn_about_batches(train, task.loaders[TRAIN], task.backend.world_size)
-        if task.step_facts.one_piece:
-            _check_one_piece(task.loaders[TRAIN])
+    trained: dict[int, Loader] = {}
+    for number, (key, data) in enumerate(training_data(task).items()):
+        if id(data) not in trained:
+            trained[id(data)] = _loader(task, data, key, number, train=True)
+            _warn_about_batches(data, trained[id(data)], key, task.backend.world_size)
+    for number, ((key, data), name) in enumerate(
+        zip(_test_keys(task).items(), task.test_data, strict=True)
+    ):
+        task.loaders[name] = _loader(task, data, key, number, train=False)
+    for stage, (_, facts) in zip(task.stages.given, task.stages.steps, strict=True):
+        data_of_stage = task.stages.data(stage)
+        loader = None if data_of_stage is None else trained[id(data_of_stage)]
+        task.stages.loaders.append(loader)
+        if loader is not None and facts.one_piece:
+            _check_one_piece(loader)
+    if task.stages.loaders[0] is not None:
+        task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
 
 
-def _warn_about_batches(data: Data, loader: Loader, processes: int) -> None:
+def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> Loader:
+    return Loader(
+        data,
+        train=train,
+        source=number,
+        seed=task.seed,
+        device=task.device,
+        world_size=task.backend.world_size,
+        rank=task.backend.rank,
+        key=key,
+        at_most=task.debug.overfit if train and task.debug.overfit else task.debug.fast,
+        repeat=train and task.debug.overfit is not None,
+    )
+
+
+def _warn_about_batches(data: Data, loader: Loader, key: str, processes: int) -> None:
     largest = max(data.sizes.values())
     if loader.samples < largest:
         log.warning(
-            "data.train: %d samples are fewer than batch_size %d: each epoch is one smaller update",
+            "%s: %d samples are fewer than batch_size %d: each epoch is one smaller update",
+            key,
             loader.samples,
             largest,
         )
     pieces = processes * max(len(plan.window(0).pieces) for plan in loader.plans.values())
     if data.batch_transform is not None and pieces > 1:
         log.warning(
-            "data.train.batch_transform mixes samples of one micro-batch, and a batch is cut into "
+            "%s.batch_transform mixes samples of one micro-batch, and a batch is cut into "
             "%d: that is another update than the whole batch would make",
+            key,
             pieces,
         )
 
@@ -185,23 +216,6 @@ def _check_one_piece(loader: Loader) -> None:
             f"it cuts a batch into {pieces} micro-batches, and this train step works on whole "
             f"batches only; leave it out",
         )
-
-
-def _plan(task: Task) -> None:
-    trains = TRAIN in task.loaders and not task.test_only
-    windows = {1: 0}
-    if trains:
-        windows = {first: plan.windows for first, plan in task.loaders[TRAIN].plans.items()}
-    task.plan = PhasePlan(task.phases, windows, list(task.test_data))
-    whole = _whole_plan(task) if trains and task.debug.fast is not None else task.plan
-    optimizers.plan_rates(task, whole)
-
-
-def _whole_plan(task: Task) -> PhasePlan:
-    """The plan that a quick try is the beginning of: schedules are spread over it."""
-    plans = task.loaders[TRAIN].plans.items()
-    windows = {first: dataclasses.replace(plan, at_most=None).windows for first, plan in plans}
-    return PhasePlan(task.whole_phases, windows, list(task.test_data))
 
 
 def _say_debug(task: Task) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from phaseloop.engine.errors import ConfigError, listing, nearest
@@ -15,7 +16,8 @@ from phaseloop.engine.settings import Gradients
 from phaseloop.engine.stepping import NO_SCALED_CLOSURE
 
 if TYPE_CHECKING:
-    from phaseloop.engine.phases import PhasePlan
+    from phaseloop.engine.data.source import Data
+    from phaseloop.engine.phase_plan import PhasePlan
     from phaseloop.engine.task import Task
 
 
@@ -42,24 +44,55 @@ def make(task: Task) -> None:
         )
     task.clipping = _clipping(task.gradients, names)
     task.clips = any(given.clips for given in task.clipping.values())
+    task.given_options = {
+        name: [_copies(group) for group in optimizer.param_groups]
+        for name, optimizer in task.optimizers.items()
+    }
     task.find_parameters()
     for optimizer in task.optimizers.values():
         _check_closure(task, optimizer)
 
 
-def plan_rates(task: Task, plan: PhasePlan) -> None:
-    """Spread each optimizer's schedules over the updates of ``plan`` that will move it."""
+def plan_rates(task: Task, plan: PhasePlan, given: Any, data: Data | None) -> None:
+    """Spread each optimizer's schedules over the updates of ``plan`` that will move it.
+
+    Args:
+        given: one schedule, several, or a mapping by optimizer.
+        data: the training data, whose batch size a schedule may follow.
+    """
     names, updates = list(task.optimizers), plan.updates
+    _give_back_options(task)
     for name in names:
         moves = max(updates // task.every[name], min(updates, 1))
-        schedules = [copy.copy(schedule) for schedule in _schedules_of(task.schedules, name, names)]
+        endless = plan.trains and not updates
+        schedules = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
         for schedule in schedules:
             if isinstance(schedule, Schedule):
+                if endless:
+                    schedule.check_endless()
                 schedule.plan(moves, plan.epochs)
             if schedule.scale_with_batch is not None:
-                _check_one_size(task, schedule.key)
-        task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(task))
-    task.unset_rates = bool(all_schedules(task.schedules))
+                _check_one_size(data, schedule.key)
+        task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(data))
+    task.unset_rates = bool(all_schedules(given))
+
+
+def _give_back_options(task: Task) -> None:
+    """A stage begins with the options that the optimizers were made with."""
+    for name, optimizer in task.optimizers.items():
+        for group, given in zip(optimizer.param_groups, task.given_options[name], strict=False):
+            parameters = group["params"]
+            group.clear()
+            group.update({**_copies(given), "params": parameters})
+
+
+def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the parameters; a rate may be a tensor, which schedules change in place."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in options.items()
+        if key != "params"
+    }
 
 
 def all_schedules(given: Any) -> list[Any]:
@@ -74,15 +107,15 @@ def all_clipping(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, Mapping) else [given]
 
 
-def _batch_size(task: Task) -> int | None:
-    return None if task.train_data is None else next(iter(task.train_data.sizes.values()))
+def _batch_size(data: Data | None) -> int | None:
+    return None if data is None else next(iter(data.sizes.values()))
 
 
-def _check_one_size(task: Task, key: str) -> None:
-    if task.train_data is not None and len(task.train_data.sizes) > 1:
+def _check_one_size(data: Data | None, key: str) -> None:
+    if data is not None and len(data.sizes) > 1:
         raise ConfigError(
             f"{key}.scale_with_batch",
-            f"the batch size changes with the epoch, {task.train_data.sizes}, so there is no one "
+            f"the batch size changes with the epoch, {data.sizes}, so there is no one "
             f"rate that follows it; give a schedule of the rate itself",
         )
 
@@ -90,7 +123,7 @@ def _check_one_size(task: Task, key: str) -> None:
 def _named(task: Task) -> dict[str, Optimizer]:
     given = task.given_optimizer
     if given is None:
-        if task.train_data is not None:
+        if any(task.stages.data(stage) is not None for stage in task.stages.given):
             raise ConfigError("optimizer", "training needs an optimizer")
         return {}
     if isinstance(given, type) or not (isinstance(given, (Optimizer, Mapping)) or callable(given)):

@@ -35,6 +35,7 @@ class Stepping(Walk):
         changes_input: batches are converted for the model.
         optimizers: by name; one without a name is called ``optimizer``.
         every: by name, how often an optimizer steps: at every n-th window.
+        given_options: by name, the options of each group as it was made.
         clipping: by name, how its gradients are clipped.
         clips: some are.
         parameters_of: by name, what it moves.
@@ -58,6 +59,7 @@ class Stepping(Walk):
         super().__init__()
         self.optimizers: dict[str, Optimizer] = {}
         self.every: dict[str, int] = {}
+        self.given_options: dict[str, list[dict[str, Any]]] = {}
         self.has_frequencies = False
         self.clips = False
         self.clipping: dict[str, Gradients] = {}

@@ -22,7 +22,8 @@ from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
-from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
+from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
@@ -30,7 +31,7 @@ from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
-from phaseloop.engine.step_facts import resolve_step
+from phaseloop.engine.stages import Stage, Stages, stages_of
 from phaseloop.engine.stepping import Stepping, scalar
 from phaseloop.engine.swapping import Swapping
 
@@ -52,7 +53,7 @@ class Task(Stepping):
             them has to step at every batch.
         train: training data; None: only testing.
         test: test data: one set, called ``test``, or several by name.
-        phases: length and test cadence.
+        phases: length and test cadence; or several stages, one after the other.
         schedule: one schedule, or several for different options or groups; or a mapping from an
             optimizer's name to these.
         train_meters, test_meters: name to meter, or to a torchmetrics metric. In the second, a
@@ -80,7 +81,7 @@ class Task(Stepping):
         self,
         *,
         model: nn.Module,
-        phases: Phases,
+        phases: Phases | Sequence[Stage],
         criterion: Callable[..., Any] | None = None,
         optimizer: Optimizer | Mapping[str, Optimizer] | MakeOptimizer | None = None,
         train: Data | None = None,
@@ -107,8 +108,8 @@ class Task(Stepping):
         self.config = dict(config or {})
         self.bare_model = model
         self.criterion_module = criterion
-        self.phases = phases if self.debug.fast is None else Phases(epochs=1)
-        self.whole_phases = phases
+        self.whole_phases = stages_of(phases)
+        self.phases: Phases = self.whole_phases[0]
         self.gradients = gradients if gradients is not None else Gradients()
         self.precision = Precision(precision) if isinstance(precision, str) else precision
         self.model_options = model_options or ModelOptions()
@@ -121,7 +122,8 @@ class Task(Stepping):
         self.given_every = dict(every or {})
         assembly.check(self)
         self.freezing = Freezing(self._named_modules(), freeze)
-        self.train_step, self.step_facts = resolve_step(train_step)
+        self.stages = Stages(self, assembly.shortened(self), train_step)
+        self.train_step, self.step_facts = self.stages.steps[0]
         self.rates: dict[str, Rates] = {}
         self.loaders = {}
         self.trainable = []
@@ -136,7 +138,7 @@ class Task(Stepping):
         self.swapping = Swapping(model)
         self.averages: dict[str, dict[str, Tensor]] = {}
         self.accumulator = Accumulator(1)
-        self.plan = PhasePlan(phases, 0, list(self.test_data))
+        self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
         saves = self.run.dir is not None and self.debug.fast is None
         self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
@@ -166,9 +168,12 @@ class Task(Stepping):
 
     @property
     def where(self) -> float:
-        """Position in the training: updates done / updates planned; 1 once it is done."""
-        planned = self.plan.updates
-        return min(1.0, self.progress.updates / planned) if planned else 0.0
+        """Position in the stage: updates done / updates planned; 1 once it is done.
+
+        0 where no number of updates is planned, since the length is a time.
+        """
+        plan = self.plan
+        return min(1.0, plan.updates_done(self.progress) / plan.updates) if plan.updates else 0.0
 
     # --- what hooks and steps may also say ---
 

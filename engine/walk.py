@@ -7,6 +7,7 @@ phases, so that nothing can ever be saved half-moved.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from phaseloop.engine.errors import DataError
 from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
-from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
+from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
@@ -29,6 +31,7 @@ from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
     from phaseloop.engine.precision import Precision
+    from phaseloop.engine.stages import Stages
     from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
 
@@ -70,6 +73,7 @@ class Walk:
     trainable: list[nn.Parameter]
     groups: int
     unset_rates: bool
+    stages: Stages
     step_facts: StepFacts
     precision: Precision
 
@@ -92,6 +96,7 @@ class Walk:
         self._window: list[Batch] = []
         self._skips: list[dict[str, str]] = []
         self._last_skip = ""
+        self._clock: float | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -105,25 +110,37 @@ class Walk:
         if self.stopping:
             return False
         self.leave_phase()
-        if not self.plan.windows_per_epoch and self.progress.tested_at < 0:
-            self.make_tests_due()  # there is only testing to do
-        if self.progress.tests_due:
-            self._enter_test(self.progress.tests_due[0])
-        elif self.progress.epoch_open:
+        progress = self.progress
+        if self.plan.keeps_time:
+            self._keep_time()
+        if not progress.tests_due and not progress.epoch_open:
+            while self.plan.train_is_over(progress) and not self._tests_only():
+                if not self.stages.go_on():
+                    return False
+            if self._tests_only() or self.plan.test_due_at_start(progress):
+                self.make_tests_due()
+        if progress.tests_due:
+            self._enter_test(progress.tests_due[0])
+        elif progress.epoch_open:
             self._enter_train()
-        elif self.plan.train_is_over(self.progress):
-            return False
         else:
             self._begin_epoch()
             self._enter_train()
         return True
+
+    def _tests_only(self) -> bool:
+        """There is only testing to do, and it is still to be done."""
+        return not self.plan.trains and self.progress.tested_at < 0
 
     @property
     def over(self) -> bool:
         """Nothing is left to do: every update made, every test run."""
         progress = self.progress
         return (
-            self.plan.train_is_over(progress) and not progress.epoch_open and not progress.tests_due
+            self.plan.train_is_over(progress)
+            and not progress.epoch_open
+            and not progress.tests_due
+            and progress.stage + 1 == len(self.stages.given)
         )
 
     @property
@@ -145,12 +162,26 @@ class Walk:
         elif not self.stop_reason:
             self.stop_reason = reason
 
+    def end_phase(self, reason: str) -> None:
+        """End the phase at hand at the next border: the rest of its data is left out.
+
+        Its phase-end hooks are called as ever, and what comes after it comes. In a train phase
+        the epoch counts as one.
+        """
+        if self.train:
+            self.progress.ending = self.progress.ending or reason
+        else:
+            self.phase.ending = True
+        log.info("%s ends early: %s", self.phase.name, reason)
+        self.recorder.event("end_phase", update=self.progress.updates, reason=reason)
+
     def _begin_epoch(self) -> None:
         """The next epoch, or the rest of one that ended early when the run was planned shorter."""
         progress = self.progress
         if not self.plan.epoch_is_unfinished(progress):
             progress.epoch += 1
             progress.windows = 0
+        progress.ended_early = False
         progress.epoch_open = True
         self.meter_sets[TRAIN].reset()
         self.carry = None
@@ -209,6 +240,7 @@ class Walk:
         if self.train:
             self._check_skips()
             progress.epoch_open = False
+            progress.ended_early, progress.ending = bool(progress.ending), ""
             self._train_phase = self._batches = None
             if self.plan.test_due_at_epoch_end(progress):
                 self.make_tests_due()
@@ -230,6 +262,7 @@ class Walk:
         """Every test set is run before training goes on."""
         self.progress.tests_due = list(self.plan.test_sets)
         self.progress.tested_at = self.progress.updates
+        self.progress.tested_seconds = self.progress.seconds
 
     # --- between batches ---
 
@@ -244,8 +277,10 @@ class Walk:
 
     def _goes_on(self) -> bool:
         phase = self.phase
-        if phase.position >= phase.windows or (
-            self.train and self.plan.length_reached(self.progress)
+        if (
+            phase.position >= phase.windows
+            or phase.ending
+            or (self.train and (self.progress.ending or self.plan.length_reached(self.progress)))
         ):
             phase.done = True
             self._finish_phase()
@@ -320,6 +355,8 @@ class Walk:
                 progress.moved[name] = progress.moved.get(name, 0) + 1
             self.moved.clear()
             self.recorder.tick(progress.updates)
+            if self.plan.keeps_time:
+                self._keep_time()
             if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
                 self.make_tests_due()
         else:
@@ -327,6 +364,13 @@ class Walk:
             progress.skipped_in_a_row += 1
         if self._skips:
             self._record_skips()
+
+    def _keep_time(self) -> None:
+        """Add the wall time since the last call; the first in a process begins to count."""
+        now = time.monotonic()
+        if self._clock is not None:
+            self.progress.seconds += now - self._clock
+        self._clock = now
 
     def _close_window(self: Task) -> None:  # type: ignore[misc]
         """What the step has left open: its last micro-batch may have had no part in the window."""

@@ -24,9 +24,9 @@ class LearningRate(Hook):
             rates.check_metric(task)
 
     def on_gradients(self, task: Task) -> None:
-        moved, epochs = task.progress.moved, task.progress.epoch - 1
+        epochs = task.plan.epoch(task.progress) - 1
         for name in task.stepping:
-            task.rates[name].set(moved.get(name, 0), epochs)
+            task.rates[name].set(task.progress.moves_in_stage(name), epochs)
 
     def on_step(self, task: Task) -> None:
         # Looked up only where a row is due: between log points this hook costs one comparison.
@@ -48,4 +48,4 @@ class LearningRate(Hook):
         # The epoch of a run that ends within it may be continued by a longer one.
         within = progress.epoch_open or task.plan.epoch_is_unfinished(progress)
         for name, rates in task.rates.items():
-            rates.finish(progress.moved.get(name, 0), progress.epoch - within)
+            rates.finish(progress.moves_in_stage(name), task.plan.epoch(progress) - within)

@@ -157,15 +157,16 @@ def _copy(task: Task) -> Task:
 def _prepare(task: Task, settings: RangeTest) -> None:
     """The task as the range test needs it: no folder, no tests, nothing that sets the rates."""
     from phaseloop.engine.meters import MeterSet
-    from phaseloop.engine.phases import TRAIN, Phases
+    from phaseloop.engine.phases import TRAIN
     from phaseloop.engine.recorder import Recorder
+    from phaseloop.engine.stages import Stage
 
     if task.train_data is None:
         raise ConfigError("data.train", "a learning-rate range test needs training data")
     task.run = dataclasses.replace(task.run, dir=None, resume="auto", log_every=1)
     task.folder = None
     task.recorder = Recorder(every=1)
-    task.phases = Phases(updates=settings.updates, test_every_epochs=None)
+    task.stages.given = [Stage(updates=settings.updates, test_every_epochs=None)]
     task.test_data = {}
     task.meter_sets = {TRAIN: MeterSet(TRAIN, None)}
     task.schedules = []

@@ -76,7 +76,7 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
 
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
     """One warning when schedules are spread over another number of updates than before."""
-    before, now = state["planned"], task.plan.updates
+    before, now = state["planned"], task.stages.updates
     if before != now and any(schedule.spread for schedule in all_schedules(task.schedules)):
         log.warning(
             "the run was planned for %d updates and is now for %d: its schedules are spread over "

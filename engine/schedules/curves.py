@@ -33,10 +33,20 @@ log = logging.getLogger("phaseloop")
 Build = Callable[[float, Stretch], ParamScheduler]
 
 
+class _Endless:
+    """A build of a curve that needs no length to be spread over."""
+
+    endless = True
+
+    def __call__(self, base: float, stretch: Stretch) -> ParamScheduler:
+        return ConstantParamScheduler(base)
+
+
 @register_schedule("constant")
 def constant() -> Build:
     """The base value, always."""
-    return lambda base, stretch: ConstantParamScheduler(base)
+
+    return _Endless()
 
 
 @register_schedule("linear")

@@ -124,6 +124,15 @@ class Schedule:
                         "the curve gives the values themselves (start): no base value is scaled",
                     )
 
+    def check_endless(self) -> None:
+        """Raises ConfigError where the curve has to be spread over a length, and there is none."""
+        if self._warmup is not None or not getattr(self._build, "endless", False):
+            raise ConfigError(
+                self.key,
+                "it is spread over the planned updates, and a time as the only length does not say "
+                "how many there are; give phases.epochs or phases.updates too, or use constant",
+            )
+
     def value(self, base: float, updates_done: int, epochs_done: int) -> float:
         """The value for the next update.
 
@@ -135,7 +144,9 @@ class Schedule:
         curve = self._curves.get(base)
         if curve is None:
             curve = self._curves[base] = self._curve(base)
-        if self.interval == "update":
+        if not self._updates:
+            where = 0.0
+        elif self.interval == "update":
             where = updates_done / self._updates
         else:
             where = epochs_done / self._epochs

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from phaseloop import ConfigError, Phases, Trainer, default_hooks
-from phaseloop.engine.phases import PhasePlan
+from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.recorder import Recorder
 from phaseloop.hooks import progress
 from phaseloop.hooks.console import Console
