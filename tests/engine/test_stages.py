@@ -23,7 +23,7 @@ from tests.rigs.r0 import numbers, r0, train, weight
 from tests.rigs.r1 import At
 
 
-def tests_of(task: Task, **hooks: Any) -> list[tuple[int, int]]:
+def run_and_note(task: Task, **hooks: Any) -> list[tuple[int, int]]:
     """Epoch and update of every test of a run."""
     ends = watch("on_phase_end", lambda t: None if t.train else (t.phase.epoch, t.progress.updates))
     train(task, ends=ends, **hooks)
@@ -110,7 +110,7 @@ def test_what_is_no_duration(text: str) -> None:
 )
 def test_tests_at_parts_of_an_epoch(every: float, updates: list[int]) -> None:
     task = task_of(Phases(epochs=2, test_every_epochs=every))
-    assert [update for _, update in tests_of(task)] == updates
+    assert [update for _, update in run_and_note(task)] == updates
     if every < 1:
         ends = [math.ceil(k * every * 10 - 1e-9) for k in range(1, round(2 / every) + 1)]
         assert updates == ends
@@ -120,7 +120,7 @@ def test_tests_by_time(monkeypatch: Any) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr("phaseloop.engine.walk.time.monotonic", lambda: float(next(clock)))
     updates = [
-        update for _, update in tests_of(task_of(Phases(
+        update for _, update in run_and_note(task_of(Phases(
             epochs=1, test_every_epochs=None, test_every_time="4s")))
     ]  # fmt: skip
     assert updates[0] in (3, 4)
@@ -139,7 +139,7 @@ def test_a_test_at_the_start_disturbs_nothing(step: str | None) -> None:
     first = r1.make_task(None, test=True, train_step=chosen, phases={"test_at_start": True})
     losses = [watch("on_step", lambda t: float(t.loss) if t.train else None) for _ in range(2)]
     train(plain, losses=losses[0])
-    assert (tests_of(first, losses=losses[1]))[0] == (0, 0)
+    assert (run_and_note(first, losses=losses[1]))[0] == (0, 0)
     assert [x for x in losses[0].seen if x is not None] == [
         x for x in losses[1].seen if x is not None
     ]
