@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from phaseloop.engine.errors import ConfigError, listing, nearest
-from phaseloop.engine.rng import HostGenerators
+from phaseloop.engine.recompute import recomputing
 
 
 @dataclass
@@ -151,7 +149,8 @@ def lay_out(model: nn.Module, options: ModelOptions) -> None:
     chosen = _chosen(model, options.checkpoint, "model.checkpoint")
     if not chosen:
         return
-    forward = _checkpointing(options.compiler)
+    compiler = options.compiler
+    forward = recomputing(None if compiler is None else vars(compiler))
     for module in chosen.values():
         # A bound method, which a deep copy of the module binds to the copy.
         module.forward = types.MethodType(forward, module)
@@ -182,9 +181,6 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- activation checkpointing ---
-
-
 def _chosen(model: nn.Module, patterns: list[str], key: str) -> dict[str, nn.Module]:
     """The modules whose names match, by name; none that lies inside another of them.
 
@@ -213,87 +209,6 @@ def _chosen(model: nn.Module, patterns: list[str], key: str) -> dict[str, nn.Mod
         for name, module in able.items()
         if name in matched and not any(name.startswith(f"{other}.") for other in matched)
     }
-
-
-def _checkpointing(compiler: Compile | None) -> Callable[..., Any]:
-    """A forward for a module: keeps the input, and computes the rest again in backward.
-
-    Called ``forward``, so that a pickled module finds the one of its class again.
-    """
-
-    compiled: dict[type[nn.Module], Callable[..., Any]] = {}
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cls = type(self)
-        if cls not in compiled:
-            compiled[cls] = cls.forward if compiler is None else _compiled(cls, compiler)
-        own = types.MethodType(compiled[cls], self)
-        if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
-            return own(*args, **kwargs)
-        before = _Before(self)
-        return checkpoint(
-            own,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=lambda: (nullcontext(), before.again(self)),
-            **kwargs,
-        )
-
-    if compiler is None:
-        return forward
-    # Compiled code could not put generators and buffers back; so each module is compiled by itself.
-    disabled: Callable[..., Any] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
-    return disabled
-
-
-def _compiled(cls: type[nn.Module], compiler: Compile) -> Callable[..., Any]:
-    """The forward of a class, compiled.
-
-    As a function with code of its own: where torch gives up on the model's forward, as it does
-    when a loop in it calls what is not compiled, it marks the code, which may be this class's too.
-    """
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return cls.forward(self, *args, **kwargs)
-
-    forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
-    made: Callable[..., Any] = torch.compile(forward, **vars(compiler))
-    return made
-
-
-class _Before:
-    """What a forward may change beside its result, as it was: buffers, and the host's generators.
-
-    torch's checkpoint puts back torch's own generators only, and would move the running
-    statistics of a batch norm twice.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._generators = HostGenerators()
-        self._buffers = {id(b): b.clone() for b in module.buffers()}
-        self._places = [
-            (m, {n: id(b) for n, b in m._buffers.items() if b is not None})
-            for m in module.modules()
-            if m._buffers
-        ]
-
-    @contextmanager
-    def again(self, module: nn.Module) -> Iterator[None]:
-        """Everything as it was before, and after it as it is now."""
-        generators = HostGenerators()
-        buffers = [(m, dict(m._buffers)) for m in module.modules()]
-        copies = {key: b.clone() for key, b in self._buffers.items()}
-        for m, names in self._places:
-            m._buffers.update({name: copies[key] for name, key in names.items()})
-        self._generators.put_back()
-        try:
-            yield
-        finally:
-            generators.put_back()
-            for m, now in buffers:
-                m._buffers.clear()
-                m._buffers.update(now)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -20,6 +20,7 @@ from phaseloop.engine.events import Hook, Order
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
+    from phaseloop.engine.trainer import Outcome
 
 
 @dataclass
@@ -33,7 +34,7 @@ class RangeTest:
         smoothing: beta of the moving average of the loss: avg = beta * avg + (1 - beta) * loss,
             over 1 - beta ** k at update k.
         diverge: the test ends when the smoothed loss is more than this many times its lowest value
-            so far. Of a loss that may be negative only a value that is not finite ends it.
+            since the average settled. A loss below zero ends it only when it is not finite.
         dir: where ``find_lr.png`` and ``find_lr.json`` go; None: nowhere, and on the command line
             ``find_lr`` in the run's folder.
     """
@@ -134,7 +135,7 @@ def find_lr(
             mine.backend.set_rng_state(device)
     finally:
         host.put_back()
-    found = rising.found(outcome.signal)
+    found = rising.found(outcome)
     if settings.dir is not None and found.signal is None:
         write(found, settings)
     return found
@@ -202,7 +203,6 @@ class _Rising(Hook):
         self._losses: list[float] = []
         self._smoothed: list[float] = []
         self._average = 0.0
-        self._ended = ""
 
     def on_start(self, task: Task) -> None:
         optimizers = list(task.optimizers.values())
@@ -235,30 +235,29 @@ class _Rising(Hook):
             raise PhaseloopError("the train step reports no loss: use task.criterion or measure")
         rate = self._settings.rate(task.progress.updates - 1)
         if not math.isfinite(loss):
-            self._end(task, f"the loss is not finite at rate {rate:.3g}")
+            task.request_stop(f"the loss is not finite at rate {rate:.3g}")
             return
         self._rates.append(rate)
         self._losses.append(loss)
         self._smooth(loss)
-        best, now = min(self._smoothed), self._smoothed[-1]
+        skip = _settling(self._settings.smoothing, self._settings.updates)
+        now, best = self._smoothed[-1], min(self._smoothed[skip:], default=0.0)
         if now > self._settings.diverge * best > 0:
-            self._end(task, f"the loss is more than {self._settings.diverge:g} times its lowest "
-                            f"value at rate {rate:.3g}")  # fmt: skip
+            times = f"{self._settings.diverge:g} times its lowest value"
+            task.request_stop(f"the loss is more than {times} at rate {rate:.3g}")
 
-    def found(self, signal: int | None) -> Found:
+    def found(self, outcome: Outcome) -> Found:
         """What has been seen."""
         rates, smoothed = self._rates, self._smoothed
         suggestion = steepest(rates, smoothed, _settling(self._settings.smoothing, len(rates)))
-        return Found(rates, self._losses, smoothed, suggestion, self._ended, self._base, signal)
+        return Found(
+            rates, self._losses, smoothed, suggestion, outcome.reason, self._base, outcome.signal
+        )
 
     def _smooth(self, loss: float) -> None:
         beta = self._settings.smoothing
         self._average = beta * self._average + (1 - beta) * loss
         self._smoothed.append(self._average / (1 - beta ** len(self._losses)))
-
-    def _end(self, task: Task, reason: str) -> None:
-        self._ended = reason
-        task.request_stop(reason)
 
 
 def _settling(beta: float, length: int) -> int:
@@ -277,7 +276,7 @@ def steepest(rates: list[float], smoothed: list[float], skip: int = 0) -> float 
     """
     if len(rates) < 3:
         return None
-    slopes = np.gradient(np.asarray(smoothed), np.log(rates))[skip : int(np.argmin(smoothed)) + 1]
-    if not len(slopes) or not slopes.min() < 0:
-        return None
-    return rates[skip + int(np.argmin(slopes))]
+    lowest = int(np.argmin(smoothed[skip:]))
+    slopes = np.gradient(np.asarray(smoothed), np.log(rates))[skip:][: lowest + 1]
+    steep = int(np.argmin(slopes))
+    return rates[skip + steep] if slopes[steep] < 0 else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from phaseloop import Compile, ConfigError, Data, ModelOptions, Task, TensorData, Trainer
-from phaseloop.engine import model_options
+from phaseloop.engine import recompute
 from phaseloop.engine.model_options import channels_last, compile_in_place, lay_out, release
 from phaseloop.hooks.console import Console
 from tests.rigs import process, r1
@@ -118,13 +118,13 @@ def test_checkpointing_keeps_only_the_input_of_each_block() -> None:
 
 def test_in_test_phases_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[bool] = []
-    real = model_options.checkpoint
+    real = recompute.checkpoint
 
     def counted(forward: Any, *args: Any, **kwargs: Any) -> Any:
         modes.append(forward.__self__.training)
         return real(forward, *args, **kwargs)
 
-    monkeypatch.setattr(model_options, "checkpoint", counted)
+    monkeypatch.setattr(recompute, "checkpoint", counted)
     trained(blocks(), model_options=ModelOptions(checkpoint=["0"]))
     assert modes == [True] * 2 * r1.UPDATES
 

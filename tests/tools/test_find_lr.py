@@ -79,6 +79,18 @@ def test_a_quadratic_turns_up_where_descent_is_no_longer_stable() -> None:
     assert found.smoothed[-1] > 4 * best >= found.smoothed[-2]
 
 
+def test_a_low_loss_by_chance_at_the_start_neither_ends_it_nor_hides_the_fall() -> None:
+    losses = iter([0.01, *[1.0] * 19, *[0.9**k for k in range(20)]])
+
+    def scripted(output: Tensor, target: Any) -> Tensor:
+        return output.mean() * 0 + next(losses)
+
+    task = r0.r0([1.0] * 4, 2, criterion=scripted)
+    found = find_lr(lambda: task, RangeTest(updates=40, smoothing=0.8))
+    assert found.ended == "" and len(found.rates) == 40
+    assert found.suggestion is not None and found.suggestion > found.rates[20]
+
+
 def test_the_smoothed_loss_is_a_moving_average_without_bias() -> None:
     found = find_lr(bowl(), RangeTest(updates=5, end=1e-3, smoothing=0.75))
     average, expected = 0.0, []
@@ -118,7 +130,7 @@ def test_steepest() -> None:
     smoothed = [9.0, 9.0, 8.0, 7.0, 4.0, 1.0, 1.0, 10.0]
     assert steepest(rates, smoothed) == 10.0**4  # 3 to both sides
     assert steepest(rates, [9.0, 1.0, 0.9, 0.8, 0.5, 0.4, 0.4, 1.0], skip=2) == 10.0**3
-    assert steepest(rates, sorted(smoothed)) is None  # it only rises
+    assert steepest(rates, [1.0 + k for k in range(8)]) is None  # it only rises
     assert steepest(rates[:2], smoothed[:2]) is None
 
 
