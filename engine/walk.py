@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.stages import Stages
     from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
+    from phaseloop.engine.window_start import WindowStart
 
 log = logging.getLogger("phaseloop")
 
@@ -57,6 +58,7 @@ class Walk:
             draws of phase-end hooks are the test's too.
         moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
+        window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
     progress: Progress
@@ -102,6 +104,7 @@ class Walk:
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
+        self.window_start: WindowStart | None = None
 
     # --- between phases ---
 
@@ -290,7 +293,7 @@ class Walk:
     def _fetch(self) -> bool:
         if self._batches is None:
             progress, phase = self.progress, self.phase
-            first = progress.windows if phase.train else 0
+            first = progress.windows if phase.train else phase.position
             self._batches = self.loaders[phase.name].batches(
                 progress.epoch, progress.roll_backs, first
             )
@@ -309,6 +312,8 @@ class Walk:
             accumulator.begin(window)
             if self.train:
                 self.take_added_groups()
+            if self.window_start is not None:
+                self.window_start.put_aside()
         accumulator.taken += 1
         if self.step_facts.takes_window:
             batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
@@ -319,6 +324,22 @@ class Walk:
             self._pending = batch
             self.step_is_empty = batch is None
         return True
+
+    def drop_attempt(self) -> None:
+        """Let go of what the attempt at a window holds: batches, output, loss."""
+        self.output = self.batch = self.loss = self._pending = self._batches = None
+        self._window, self._skips = [], []
+
+    def fetch_again(self) -> None:
+        """Begin the window at hand anew, in the pieces that its loader cuts it into now.
+
+        Its first micro-batch is fetched, as :meth:`has_batch` does; ``window_start`` has put back
+        what the attempt before has changed.
+        """
+        plan = self.loaders[self.phase.name].plan_of(self.progress.epoch)
+        # Open from here on: waiting for the data is no border that a signal could end the run at.
+        self.accumulator.begin(plan.window(self.phase.position))
+        self._fetch()
 
     # --- after a step ---
 

@@ -12,7 +12,7 @@ MAY_CHANGE = (
     "phases.epochs", "phases.updates", "phases.min_epochs", "phases.min_updates",
     "phases.test_every_epochs", "phases.test_every_updates",
     "run", "backend", "launch", "plan", "only", "weights", "debug.fast", "imports", "allow_targets",
-    "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite",
+    "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite", "hooks.fit_memory",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
     "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",

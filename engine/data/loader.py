@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -47,6 +48,7 @@ class Loader:
 
     Attributes:
         samples: positions in an epoch.
+        key: where the set stands in the configuration.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Loader:
         if data.first is None:
             data.open(seed, key)
         self._data = data
+        self.key = key
         self._train = train
         self._source = source
         self._seed = seed
@@ -112,6 +115,17 @@ class Loader:
     def plan_of(self, epoch: int) -> BatchPlan:
         """How one epoch is cut."""
         return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
+
+    @property
+    def transforms_batches(self) -> bool:
+        """A function makes another micro-batch of each."""
+        return self._data.batch_transform is not None
+
+    def cut_smaller(self, largest: int) -> None:
+        """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
+        self._plans = {
+            first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
+        }
 
     def batches(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
