@@ -329,6 +329,7 @@ class Walk:
         """Let go of what the attempt at a window holds: batches, output, loss."""
         self.output = self.batch = self.loss = self._pending = self._batches = None
         self._window, self._skips = [], []
+        self.accumulator.begin_pass()
 
     def fetch_again(self) -> None:
         """Begin the window at hand anew, in the pieces that its loader cuts it into now.

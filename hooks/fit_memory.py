@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import traceback
 from typing import Any
 
 import torch
@@ -104,8 +103,7 @@ class FitMemory(Hook):
                     if not _is_out_of_memory(error):
                         raise
                     size = self._smaller(task, error)
-                    # The error's frames hold on to batch, output and graph.
-                    traceback.clear_frames(error.__traceback__)
+                # Behind the error: its frames hold on to batch, output and graph.
                 self._begin_again(task, size)
                 if task.step_is_empty:  # the collate function has nothing for the first piece
                     return

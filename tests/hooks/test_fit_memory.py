@@ -68,13 +68,14 @@ class Net(nn.Module):
         self.tried: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)
         if self.training:
             self.tried.append(len(x))
+        hidden = self.layers[0](x)
+        output: Tensor = self.layers[1:](hidden)
         if self.limit is not None and len(x) > self.limit and (self.training or self.tests_too):
             if self.where == "forward":
                 raise short()
-            output.register_hook(_fail)
+            hidden.register_hook(_fail)  # the last layer has its gradients by then
         return output
 
 
@@ -293,21 +294,40 @@ def test_every_kind_of_state_comes_back() -> None:
         same(one(update, cut=From(update, cut)), one(update, f=FitMemory(), x=From(update, full)))
 
 
-def test_nothing_of_the_broken_attempt_is_in_memory_when_the_next_begins() -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("takes", ["micro_batch", "window"])
+def test_the_broken_attempt_is_gone_when_memory_is_given_back(where: str, takes: str) -> None:
+    held: list[Any] = []
     left: list[Any] = []
 
     class Watched(Net):
         def forward(self, x: Tensor) -> Tensor:
-            left.append([reference() is not None for reference in references])
-            output = self.layers(x)
-            references[:] = [weakref.ref(output), weakref.ref(x)]
-            if len(x) > 4:
-                raise short()
+            try:
+                output = super().forward(x)
+            except RuntimeError as error:
+                circle = [error]  # the error's own frame holds it
+                assert circle
+                held.append(weakref.ref(x))
+                raise
+            held.extend([weakref.ref(x), weakref.ref(output)])
             return output
 
-    references: list[Any] = []
-    train(make(Watched(), phases={"updates": 1}, epochs=None), fit=FitMemory())
-    assert left[:3] == [[], [False, False], [False, False]]
+    def step(task: Task) -> None:
+        for batch in task.window() if takes == "window" else [task.next_batch()]:
+            task.backward(task.criterion(task.forward(batch.input), batch.target))
+        task.update()
+
+    step.takes = takes  # type: ignore[attr-defined]
+
+    def look() -> None:
+        left.append([name for name, p in model.named_parameters() if p.grad is not None])
+        left.append([n for n, reference in enumerate(held) if reference() is not None])
+
+    model = Watched(where)
+    task = make(model, train_step=step, phases={"updates": 1}, epochs=None)
+    task.backend.free_memory = look  # type: ignore[method-assign]
+    train(task, fit=FitMemory(), full=From(0, full))
+    assert left == [[], []] * 2  # after 10 and after 5 samples
 
 
 def test_a_first_piece_without_a_batch() -> None:
