@@ -66,7 +66,8 @@ class FitMemory(Hook):
         return {"sizes": dict(self.sizes)} if self.sizes else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sizes = dict(state["sizes"])
+        for key, size in state["sizes"].items():  # a size found since that state stays found
+            self.sizes[key] = min(size, self.sizes.get(key, size))
 
     def _check(self, task: Task) -> None:
         key = f"hooks.{self.name}"
@@ -120,10 +121,13 @@ class FitMemory(Hook):
         size = _largest(task.accumulator.window)
         smaller = max(self.least, -(-size // 2))
         why = task.window_start.why_not()
-        if not why and smaller >= size:
+        if smaller >= size:
             why = "there are no smaller ones"
             if self.least > 1:
                 why = f"hooks.{self.name}.least={self.least} allows no smaller ones"
+        elif why:
+            key = task.loaders[task.phase.name].key
+            why = f"{why}; resume with {key}.micro_batch_size={smaller}"
         if why:
             first_line = str(error).split("\n", 1)[0]
             raise torch.OutOfMemoryError(f"{_where(task, size)}: {why} ({first_line})") from error

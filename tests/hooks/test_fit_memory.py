@@ -479,7 +479,8 @@ def test_an_optimizer_in_the_middle_of_its_step() -> None:
     holder.append(make(optimizer=_adam(holder, 5, moves=True)))
     assert failure(holder[0]) == (
         "out of memory at update 6 with micro-batches of 10: the update cannot be redone, since "
-        f"an optimizer was in the middle of its step {TEXT}"
+        "an optimizer was in the middle of its step; resume with data.train.micro_batch_size=5 "
+        f"{TEXT}"
     )
 
 
@@ -495,7 +496,7 @@ def test_an_optimizer_that_has_stepped() -> None:
     step.takes = "window"  # type: ignore[attr-defined]
     assert failure(make(train_step=step)) == (
         "out of memory at update 1 with micro-batches of 10: the update cannot be redone, since "
-        f"optimizer has already stepped in it {TEXT}"
+        f"optimizer has already stepped in it; resume with data.train.micro_batch_size=5 {TEXT}"
     )
 
 
@@ -623,6 +624,13 @@ def test_an_event_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         "set data.train.micro_batch_size=4 to start so"
     )
     assert [r.getMessage() for r in caplog.records].count(line) == 1
+
+
+def test_a_size_found_since_a_state_was_saved_stays_found() -> None:
+    fit = FitMemory()
+    fit.load_state_dict({"sizes": {"data.train": 4, "data.test": 8}})
+    fit.load_state_dict({"sizes": {"data.train": 8, "data.test": 4}})
+    assert fit.sizes == {"data.train": 4, "data.test": 4}
 
 
 @pytest.mark.parametrize(
