@@ -28,9 +28,9 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.lars import LARS
     from phaseloop.engine.meters import Accuracy, Mean, Meter
-    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
@@ -62,7 +62,7 @@ _PLACES = {
     "events": ["Hook", "Order"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
-    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
     "phases": ["Phase", "Phases"],
     "progress": ["Progress"],
     "registry": [

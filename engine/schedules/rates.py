@@ -35,7 +35,7 @@ class Rates:
 
     A group's base value is the one that the optimizer was made with; it is kept in the group
     under ``base_<option>``, so that it is in every checkpoint. Where a group has ``<option>_scale``
-    (:func:`~phaseloop.engine.parameter_groups.parameter_groups`), the curve's value is multiplied
+    (:func:`~phaseloop.engine.group_rules.parameter_groups`), the curve's value is multiplied
     by it, and the base is the value without it.
 
     Args:
