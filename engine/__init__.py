@@ -15,7 +15,10 @@ if not __name__.startswith("phaseloop."):
 if TYPE_CHECKING:
     from phaseloop.engine.backends import Backend, Single
     from phaseloop.engine.data.batch import Batch
+    from phaseloop.engine.data.batch_transforms import CutMix, MixUp, MixUpOrCutMix
+    from phaseloop.engine.data.mix import Mix, Source
     from phaseloop.engine.data.reader import TensorData
+    from phaseloop.engine.data.samplers import Sampler
     from phaseloop.engine.data.source import Data
     from phaseloop.engine.errors import (
         CheckpointError,
@@ -30,11 +33,15 @@ if TYPE_CHECKING:
     from phaseloop.engine.events import Hook, Order
     from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.lars import LARS
+    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.model_options import Compile, ModelOptions
     from phaseloop.engine.phases import Phase, Phases
+    from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
         register_backend,
+        register_batch_transform,
         register_collate,
         register_criterion,
         register_dataset,
@@ -42,31 +49,40 @@ if TYPE_CHECKING:
         register_meter,
         register_model,
         register_optimizer,
+        register_sampler,
         register_schedule,
+        register_to_device,
         register_train_step,
     )
     from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
-    from phaseloop.engine.settings import Gradients, Run
+    from phaseloop.engine.settings import Debug, Gradients, Run
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
 
 _PLACES = {
     "backends": ["Backend", "Single"],
     "data.batch": ["Batch"],
+    "data.batch_transforms": ["CutMix", "MixUp", "MixUpOrCutMix"],
+    "data.mix": ["Mix", "Source"],
     "data.reader": ["TensorData"],
+    "data.samplers": ["Sampler"],
     "data.source": ["Data"],
     "errors": [
         "CheckpointError", "ConfigError", "DataError", "MetricError", "NoBatchError",
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
+    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
     "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
+    "precision": ["Precision"],
     "progress": ["Progress"],
     "registry": [
         "register_backend",
+        "register_batch_transform",
         "register_collate",
         "register_criterion",
         "register_dataset",
@@ -74,11 +90,13 @@ _PLACES = {
         "register_meter",
         "register_model",
         "register_optimizer",
+        "register_sampler",
         "register_schedule",
+        "register_to_device",
         "register_train_step",
     ],
     "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
-    "settings": ["Gradients", "Run"],
+    "settings": ["Debug", "Gradients", "Run"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
 }  # fmt: skip
@@ -91,16 +109,24 @@ __all__ = [
     "Backend",
     "Batch",
     "CheckpointError",
+    "Compile",
     "ConfigError",
+    "CutMix",
     "Data",
     "DataError",
+    "Debug",
     "Gradients",
     "GroupRules",
     "Hook",
     "LayerDecay",
+    "LossScale",
     "Mean",
     "Meter",
     "MetricError",
+    "Mix",
+    "MixUp",
+    "MixUpOrCutMix",
+    "ModelOptions",
     "NoBatchError",
     "NonFiniteError",
     "Order",
@@ -108,12 +134,15 @@ __all__ = [
     "Phase",
     "PhaseloopError",
     "Phases",
+    "Precision",
     "Progress",
     "RegistryError",
     "Run",
+    "Sampler",
     "ScaleWithBatch",
     "Schedule",
     "Single",
+    "Source",
     "Task",
     "TensorData",
     "TorchSchedule",
@@ -121,6 +150,7 @@ __all__ = [
     "Warmup",
     "parameter_groups",
     "register_backend",
+    "register_batch_transform",
     "register_collate",
     "register_criterion",
     "register_dataset",
@@ -128,7 +158,9 @@ __all__ = [
     "register_meter",
     "register_model",
     "register_optimizer",
+    "register_sampler",
     "register_schedule",
+    "register_to_device",
     "register_train_step",
 ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from phaseloop.engine.errors import ConfigError
@@ -75,24 +78,68 @@ class Phase:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class EpochLengths:
+    """Batches in each training epoch.
+
+    Args:
+        given: the same number for all, or a mapping from an epoch to the number from there on,
+            which begins with epoch 1.
+    """
+
+    def __init__(self, given: int | Mapping[int, int]) -> None:
+        steps = {1: given} if isinstance(given, int) else dict(sorted(given.items()))
+        self._firsts, self._lengths = list(steps), list(steps.values())
+        # Windows before each of these epochs.
+        self._before = [0]
+        for (a, b), length in zip(pairwise(self._firsts), self._lengths, strict=False):
+            self._before.append(self._before[-1] + (b - a) * length)
+
+    def of(self, epoch: int) -> int:
+        """Batches in one epoch."""
+        return self._lengths[max(0, bisect_right(self._firsts, epoch) - 1)]
+
+    def before(self, epoch: int) -> int:
+        """Batches in all epochs before this one."""
+        step = max(0, bisect_right(self._firsts, epoch) - 1)
+        return self._before[step] + (epoch - self._firsts[step]) * self._lengths[step]
+
+    def split(self, windows: int) -> tuple[int, int]:
+        """So many batches as whole epochs, and batches of the next one."""
+        step = bisect_right(self._before, windows) - 1
+        epochs, rest = divmod(windows - self._before[step], self._lengths[step])
+        return self._firsts[step] - 1 + epochs, rest
+
+
 class PhasePlan:
     """Decides what comes next. It holds no state of its own: all state is in ``Progress``.
 
     Args:
         phases: lengths and cadence.
-        windows_per_epoch: batches in a training epoch; 0 without training data.
+        windows_per_epoch: batches in a training epoch, as :class:`EpochLengths` takes them; 0
+            without training data.
         test_sets: names of the test sets, in order.
+
+    Attributes:
+        windows_per_epoch: batches in the first epoch.
+        lengths: batches in every epoch.
     """
 
-    def __init__(self, phases: Phases, windows_per_epoch: int, test_sets: list[str]) -> None:
+    def __init__(
+        self, phases: Phases, windows_per_epoch: int | Mapping[int, int], test_sets: list[str]
+    ) -> None:
         self.phases = phases
-        self.windows_per_epoch = windows_per_epoch
+        self.lengths = EpochLengths(windows_per_epoch)
+        self.windows_per_epoch = self.lengths.of(1)
         self.test_sets = test_sets
+
+    def windows_in(self, epoch: int) -> int:
+        """Batches in one training epoch."""
+        return self.lengths.of(epoch)
 
     @property
     def updates(self) -> int:
         """Updates planned for the whole run."""
-        by_epochs = (self.phases.epochs or 0) * self.windows_per_epoch
+        by_epochs = self.lengths.before((self.phases.epochs or 0) + 1)
         lengths = [by_epochs] if self.phases.epochs is not None else []
         if self.phases.updates is not None and self.windows_per_epoch:
             lengths.append(self.phases.updates)
@@ -101,7 +148,15 @@ class PhasePlan:
     @property
     def epochs(self) -> float:
         """Epochs planned for the whole run; a fraction where updates end in mid-epoch."""
-        return self.updates / self.windows_per_epoch if self.windows_per_epoch else 0.0
+        return self.epochs_after(self.updates)
+
+    def epochs_after(self, updates: int) -> float:
+        """So many updates in epochs; a fraction in mid-epoch."""
+        if not self.windows_per_epoch:
+            return 0.0
+        epochs, rest = self.lengths.split(updates)
+        length = self.lengths.of(epochs + 1)
+        return (epochs * length + rest) / length
 
     def train_is_over(self, progress: Progress) -> bool:
         """The length is reached: no further update is due."""
@@ -123,7 +178,7 @@ class PhasePlan:
 
     def epoch_is_unfinished(self, progress: Progress) -> bool:
         """The train phase ended before its data did, since the run was planned shorter then."""
-        return progress.epoch > 0 and progress.windows < self.windows_per_epoch
+        return progress.epoch > 0 and progress.windows < self.windows_in(progress.epoch)
 
     def test_due_in_epoch(self, progress: Progress) -> bool:
         """A test is due after the update just made, in the middle of an epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -25,6 +26,7 @@ class Progress:
         tested_at: ``updates`` at the last test that the cadence asked for; -1 before any.
         roll_backs: how often the run was rolled back; the order of the data depends on it.
         saves: checkpoints written at this number of updates.
+        moved: by optimizer, the updates that moved it.
     """
 
     updates: int = 0
@@ -39,6 +41,7 @@ class Progress:
     tested_at: int = -1
     roll_backs: int = 0
     saves: int = 0
+    moved: dict[str, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers as plain Python."""
@@ -57,4 +60,4 @@ class Progress:
                 f"program: the checkpoint was written by another version"
             )
         for name, value in state.items():
-            setattr(self, name, list(value) if isinstance(value, list) else value)
+            setattr(self, name, copy.copy(value))

@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
-from phaseloop.engine.gradients import Accumulator, apply_update, clear
+from phaseloop.engine.freezing import Freezing
+from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
+from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
+    from phaseloop.engine.precision import Precision
+    from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -38,6 +43,7 @@ class Walk:
     Attributes:
         phase: the phase at hand.
         train: it is a train phase.
+        meters: the meters of the phase at hand.
         updated: this step closed an update that counted.
         loss: the step's loss; detached by ``commit``.
         output: the model's output, until the end of the step.
@@ -46,6 +52,7 @@ class Walk:
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
+        moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
     """
 
@@ -53,13 +60,18 @@ class Walk:
     plan: PhasePlan
     loaders: dict[str, Loader]
     meter_sets: dict[str, MeterSet]
+    meters: MeterSet
     recorder: Recorder
     accumulator: Accumulator
     signals: Signals
+    swapping: Swapping
+    freezing: Freezing
     model: nn.Module
     trainable: list[nn.Parameter]
     groups: int
     unset_rates: bool
+    step_facts: StepFacts
+    precision: Precision
 
     def __init__(self) -> None:
         self.phase = Phase(TRAIN, True, 0, 0)
@@ -68,7 +80,7 @@ class Walk:
         self.loss: torch.Tensor | None = None
         self.output: Any = None
         self.batch: Batch | None = None
-        self.gradient_norm: torch.Tensor | None = None
+        self.moved: set[str] = set()
         self.skip_reason: str | None = None
         self.stop_reason = ""
         self.carry: Any = None
@@ -77,6 +89,9 @@ class Walk:
         self.test_entry: dict[str, Any] | None = None
         self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
+        self._window: list[Batch] = []
+        self._skips: list[dict[str, str]] = []
+        self._last_skip = ""
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -141,18 +156,19 @@ class Walk:
         self.carry = None
         self._train_batches = None
         self._train_phase = Phase(
-            TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows
+            TRAIN, True, progress.epoch, self.plan.windows_in(progress.epoch), progress.windows
         )
 
     def _enter_train(self) -> None:
         progress = self.progress
         if self._train_phase is None:  # in a new process, in the middle of an epoch
-            self._train_phase = Phase(
-                TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows, False
-            )
+            windows = self.plan.windows_in(progress.epoch)
+            self._train_phase = Phase(TRAIN, True, progress.epoch, windows, progress.windows, False)
         self.phase = self._train_phase
+        self.meters = self.meter_sets[TRAIN]
         self.train = True
         self._batches = self._train_batches
+        self.freezing.apply()
         torch.set_grad_enabled(True)
 
     def _enter_test(self, name: str) -> None:
@@ -162,7 +178,8 @@ class Walk:
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._train_carry, self.carry = self.carry, None
-        self.meter_sets[name].reset()
+        self.meters = self.meter_sets[name]
+        self.meters.reset()
         self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
         self.train = False
         self._batches = None
@@ -176,6 +193,7 @@ class Walk:
         for module, flag in self._train_flags:
             module.training = flag
         self._train_flags = []
+        self.swapping.put_back()
         self.test_entry = None
         self.forget_test_draws()
         torch.set_grad_enabled(True)
@@ -202,10 +220,10 @@ class Walk:
     def _check_skips(self) -> None:
         """Without this, a run whose length is in updates might go on for ever."""
         skipped = self.progress.skipped_in_a_row
-        if skipped >= max(_HOPELESS, 2 * self.plan.windows_per_epoch):
+        if skipped >= max(_HOPELESS, 2 * self.plan.windows_in(self.progress.epoch)):
             raise DataError(
                 f"the last {skipped} windows were all skipped, which is two epochs or more; "
-                f"the last because {self.skip_reason}"
+                f"the last because {self._last_skip}"
             )
 
     def make_tests_due(self) -> None:
@@ -257,8 +275,14 @@ class Walk:
             if self.train:
                 self.take_added_groups()
         accumulator.taken += 1
-        self._pending = batch
-        self.step_is_empty = batch is None
+        if self.step_facts.takes_window:
+            batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
+            accumulator.taken = len(batches)
+            self._window = [batch for batch in batches if batch is not None]
+            self.step_is_empty = not self._window
+        else:
+            self._pending = batch
+            self.step_is_empty = batch is None
         return True
 
     # --- after a step ---
@@ -276,11 +300,14 @@ class Walk:
             return
         progress = self.progress
         self.changed = True
-        progress.steps += 1
+        takes_window = self.step_facts.takes_window
+        progress.steps += accumulator.taken if takes_window else 1
         if not accumulator.full:
             return
-        if not accumulator.applied:
-            self._close_short_window()
+        if not accumulator.applied or takes_window:
+            self._close_window()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
         accumulator.closed = True
         progress.windows += 1
         progress.samples += accumulator.window.samples
@@ -289,27 +316,46 @@ class Walk:
             progress.updates += 1
             progress.skipped_in_a_row = 0
             progress.saves = 0
+            for name in self.moved:
+                progress.moved[name] = progress.moved.get(name, 0) + 1
+            self.moved.clear()
             self.recorder.tick(progress.updates)
             if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
                 self.make_tests_due()
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
-            self._note_skip()
+        if self._skips:
+            self._record_skips()
 
-    def _close_short_window(self: Task) -> None:  # type: ignore[misc]
-        """The window's last micro-batch had no part in it; the others may have had."""
-        if self.accumulator.has_gradients:
+    def _close_window(self: Task) -> None:  # type: ignore[misc]
+        """What the step has left open: its last micro-batch may have had no part in the window."""
+        if self.step_facts.takes_window:
+            for parameters in self.parameters_of.values():
+                clear(parameters)
+            self._window = []
+            if not self.updated and not self._skips:
+                self.note_skip("the step moved no optimizer")
+        elif self.accumulator.has_gradients:
             apply_update(self)
         else:
-            self.skip_reason = "no micro-batch of it gave a loss"
+            self.note_skip("no micro-batch of it gave a loss")
             clear(self.trainable)
 
-    def _note_skip(self) -> None:
-        update = self.progress.updates + 1
-        reason = self.skip_reason or "unknown"
-        log.warning("update %d was skipped: %s", update, reason)
-        self.recorder.event("skip", update=update, reason=reason)
+    def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]
+        """An optimizer, or all at hand, were left out of this window's update."""
+        if not optimizer and len(self.optimizers) > 1:
+            optimizer = ", ".join(self.stepping)
+        self._skips.append({"reason": reason, **({"optimizer": optimizer} if optimizer else {})})
+
+    def _record_skips(self) -> None:
+        update = self.progress.updates + (not self.updated)
+        for skip in self._skips:
+            name = f" for {skip['optimizer']}" if "optimizer" in skip else ""
+            log.warning("update %d was skipped%s: %s", update, name, skip["reason"])
+            self.recorder.event("skip", update=update, **skip)
+        self._last_skip = self._skips[-1]["reason"]
+        self._skips = []
 
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""

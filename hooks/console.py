@@ -10,7 +10,15 @@ import torch
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.phases import TRAIN
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.report import Throughput, aligned, counted, duration, learning_rates, number
+from phaseloop.engine.report import (
+    Throughput,
+    aligned,
+    by_epoch,
+    counted,
+    duration,
+    learning_rates,
+    number,
+)
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
@@ -120,8 +128,10 @@ def _model(task: Task) -> str:
     parameters = list(task.bare_model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    text = f"{type(task.bare_model).__name__}, {counted(total, 'parameter')}"
-    return text if trainable == total else f"{text}, {trainable:,} of them trainable"
+    parts = [type(task.bare_model).__name__, counted(total, "parameter")]
+    if trainable != total:
+        parts.append(f"{trainable:,} of them trainable")
+    return ", ".join(parts + task.model_options.describe())
 
 
 def _phases(task: Task) -> str:
@@ -130,14 +140,19 @@ def _phases(task: Task) -> str:
         return "test only"
     epochs = f"{plan.epochs:g} epoch{'' if plan.epochs == 1 else 's'}"
     parts = [
-        f"{counted(plan.updates, 'update')} in {epochs} of {plan.windows_per_epoch:,}",
-        f"batch size {data.batch_size:,}",
+        f"{counted(plan.updates, 'update')} in {epochs} of {by_epoch(_windows(task))}",
+        f"batch size {by_epoch(data.sizes)}",
     ]
     if data.micro_batch_size is not None:
         parts.append(f"micro-batches of {data.micro_batch_size:,}")
     if data.accumulate is not None:
         parts.append(f"{data.accumulate:,} micro-batches each")
     return ", ".join(parts + _cadence(task))
+
+
+def _windows(task: Task) -> dict[int, int]:
+    """Epoch to updates in each from there on."""
+    return {first: task.plan.windows_in(first) for first in task.loaders[TRAIN].plans}
 
 
 def _cadence(task: Task) -> list[str]:

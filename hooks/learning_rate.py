@@ -9,6 +9,8 @@ from phaseloop.engine.task import Task
 class LearningRate(Hook):
     """At ``on_gradients`` of update k of N the schedules are asked for where = (k - 1) / N.
 
+    With several optimizers each counts the updates that moved it.
+
     What is logged is what that update used: ``lr``, or ``lr/0``, ``lr/1`` ... by group (a group's
     ``name`` where it has one), after the optimizer's name where there are several; and every other
     scheduled option likewise, such as ``momentum`` and ``weight_decay``. Until the next update
@@ -22,9 +24,9 @@ class LearningRate(Hook):
             rates.check_metric(task)
 
     def on_gradients(self, task: Task) -> None:
-        progress = task.progress
-        for rates in task.rates.values():
-            rates.set(progress.updates, progress.epoch - 1)
+        moved, epochs = task.progress.moved, task.progress.epoch - 1
+        for name in task.stepping:
+            task.rates[name].set(moved.get(name, 0), epochs)
 
     def on_step(self, task: Task) -> None:
         # Looked up only where a row is due: between log points this hook costs one comparison.
@@ -45,5 +47,5 @@ class LearningRate(Hook):
         progress = task.progress
         # The epoch of a run that ends within it may be continued by a longer one.
         within = progress.epoch_open or task.plan.epoch_is_unfinished(progress)
-        for rates in task.rates.values():
-            rates.finish(progress.updates, progress.epoch - within)
+        for name, rates in task.rates.items():
+            rates.finish(progress.moved.get(name, 0), progress.epoch - within)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.phases import TRAIN
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.report import Throughput, duration, learning_rates, number
 from phaseloop.engine.task import Task
@@ -117,8 +118,9 @@ class Progress(Hook):
         speed = self._whole.rate(task.progress.samples)
         if speed is None or task.train_data is None:
             return ""
-        updates = task.plan.updates - task.progress.updates
-        return f"{duration(updates * task.train_data.batch_size / speed)} to go"
+        plan = task.plan
+        epochs = plan.epochs - plan.epochs_after(task.progress.updates)
+        return f"{duration(epochs * task.loaders[TRAIN].samples / speed)} to go"
 
     def _open(self, task: Task) -> None:
         """Begin the bar, once, if there is to be one; the console's header is above it by now."""

@@ -9,6 +9,7 @@ from phaseloop.engine.config.build import Built
 from phaseloop.engine.events import EVENTS, Dispatcher
 from phaseloop.engine.model_summary import summarize_task
 from phaseloop.engine.phases import TRAIN
+from phaseloop.engine.report import by_epoch
 from phaseloop.engine.task import Task
 
 _POINTS = 400  # more than a picture has pixels to show
@@ -29,16 +30,16 @@ def _phase_lines(task: Task) -> Iterator[str]:
     plan, phases = task.plan, task.phases
     if TRAIN in task.loaders:
         loader = task.loaders[TRAIN]
-        pieces = len(loader.plan.window(0).pieces)
-        yield (
-            f"training    {plan.epochs:g} epochs of {plan.windows_per_epoch} updates: "
-            f"{plan.updates} updates"
-        )
-        yield (
-            f"batch       {loader.plan.batch_size} samples, in {pieces} micro-batch"
-            f"{'es' if pieces > 1 else ''}; the last of an epoch "
-            f"{loader.plan.window(loader.windows - 1).samples}"
-        )
+        lengths = by_epoch({first: cut.windows for first, cut in loader.plans.items()})
+        yield f"training    {plan.epochs:g} epochs of {lengths} updates: {plan.updates} updates"
+        for first, cut in loader.plans.items():
+            pieces = len(cut.window(0).pieces)
+            since = f"from epoch {first}: " if len(loader.plans) > 1 else ""
+            yield (
+                f"batch       {since}{cut.batch_size} samples, in {pieces} micro-batch"
+                f"{'es' if pieces > 1 else ''}; the last of an epoch "
+                f"{cut.window(cut.windows - 1).samples}"
+            )
     for name, loader in task.loaders.items():
         yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
     every = [
@@ -52,6 +53,8 @@ def _phase_lines(task: Task) -> Iterator[str]:
     if plan.test_sets:
         cadence = f"{' and '.join(every)}, and after the last update" if every else "never"
         yield f"testing     {cadence}"
+    if options := task.model_options.describe():
+        yield f"model       {', '.join(options)}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
 
@@ -89,13 +92,13 @@ def _draw_schedules(task: Task) -> Path:
     """A panel for every scheduled option: its value at each update, a line for each group."""
     from matplotlib.figure import Figure
 
-    updates, per_epoch = task.plan.updates, task.plan.windows_per_epoch
+    updates, lengths = task.plan.updates, task.plan.lengths
     at = sorted({round(i * (updates - 1) / _POINTS) for i in range(_POINTS + 1)})
     panels = [(name, option) for name, rates in task.rates.items() for option in rates.options]
     values: dict[tuple[str, str, int], list[float]] = {}
     for k in at:
         for name, rates in task.rates.items():
-            rates.set(k, k // per_epoch)
+            rates.set(k // task.every[name], lengths.split(k)[0])
             for option in rates.options:
                 for index, value in rates.values(option):
                     values.setdefault((name, option, index), []).append(value)

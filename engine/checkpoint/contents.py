@@ -123,8 +123,10 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     load_model(task.bare_model, store.load(saved, MODEL), saved.path)
     _load_part(task.criterion_module, state["criterion"], "criterion")
     _restore_optimizers(task, state["optimizers"])
+    _load_part(task.precision.scaler, state["scaler"], "scaler")
     for name, rates in task.rates.items():
         rates.load_state_dict(state["schedules"][name])
+    _restore_averages(task, state.get("averages", {}))
     _restore_modes(task, state["evaluating"], state["frozen"])
     task.progress.load_state_dict(state["progress"])
     for name, meters in task.meter_sets.items():
@@ -182,7 +184,9 @@ def _large_state(task: Task) -> dict[str, Any]:
         "optimizers": {
             name: named_state(optimizer, names) for name, optimizer in task.optimizers.items()
         },
+        "scaler": _state_of(task.precision.scaler),
         "criterion": _state_of(task.criterion_module),
+        "averages": {name: dict(values) for name, values in task.averages.items()},
         "evaluating": [
             name for name, module in task.bare_model.named_modules() if id(module) in evaluating
         ],
@@ -214,6 +218,12 @@ def _restore_optimizers(task: Task, saved: dict[str, Any]) -> None:
     names = task.parameter_names()
     for name, optimizer in task.optimizers.items():
         load_named_state(optimizer, names, saved[name], name)
+
+
+def _restore_averages(task: Task, saved: dict[str, Any]) -> None:
+    """Those of hooks that are in use."""
+    kept = {name: values for name, values in saved.items() if name in task.hooks.hooks}
+    task.averages = to_device(kept, task.device)
 
 
 def _restore_modes(task: Task, evaluating: list[str], frozen: list[str]) -> None:

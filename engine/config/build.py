@@ -6,7 +6,6 @@ Everything is checked before the first data set is opened.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +20,17 @@ from phaseloop.engine import (
     registry,
 )
 from phaseloop.engine.backends import Backend
+from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
-from phaseloop.engine.config.schema import Component, Schema, TestSet
-from phaseloop.engine.data.source import Data
+from phaseloop.engine.config.schema import Component, Schema
+from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
+from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.task import Task
+
+_MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
 
 
 @dataclass
@@ -53,9 +56,10 @@ def build(schema: Schema) -> Built:
     hooks = make_hooks(schema, components)
     backend = components.make(schema.backend, registry.backends, "backend")
     _seed(schema.seed)
-    train = _data(schema.data.train, components, "data.train")
-    test = _data(schema.data.test, components, "data.test")
-    model = components.make(schema.model, registry.models, "model")
+    sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
+    train = sets.pop("data.train", None)
+    test = dict(zip(schema.data.tests, sets.values(), strict=True))
+    model = components.make(schema.model, registry.models, "model", extra=_MODEL_KEYS)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
     criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
@@ -71,14 +75,17 @@ def build(schema: Schema) -> Built:
         train=train,
         test=test,
         schedule=make_schedules(schema.schedule, components, schema.optimizer),
-        train_meters=_meters(schema.meters.train, components, "meters.train"),
-        test_meters=_meters(schema.meters.test, components, "meters.test"),
+        train_meters=_meters(schema.meters.get("train"), components, "meters.train"),
+        test_meters=_test_meters(schema, components),
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
+        freeze=schema.freeze,
         precision=schema.precision,
+        model_options=_model_options(schema),
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
+        debug=schema.debug,
         config=dataclasses.asdict(schema),
     )
     return Built(task, hooks)
@@ -98,13 +105,13 @@ def _check(schema: Schema, components: Components) -> None:
     for name, spec in schema.hooks.items():
         if spec is not None:
             components.check(spec, registry.hooks, f"hooks.{name}", default_name=name)
-    for kind, meters in {"train": schema.meters.train, "test": schema.meters.test}.items():
-        for name, spec in meters.items():
+    for kind, meters in schema.meters.items():
+        for name, spec in (meters or {}).items():
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
     components.check(schema.backend, registry.backends, "backend")
-    components.check(schema.model, registry.models, "model")
+    _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
     if schema.optimizer is not None:
@@ -113,10 +120,8 @@ def _check(schema: Schema, components: Components) -> None:
         raise ConfigError("optimizer", "training needs one, e.g. optimizer=sgd")
     make_schedules(schema.schedule, components, schema.optimizer)
     _train_step(schema, components)
-    for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
-        if data is not None:
-            components.check(data.dataset, registry.datasets, f"{key}.dataset")
-            _collate(data.collate, components, f"{key}.collate")
+    for key, data in schema.data.by_key.items():
+        sets_of.check(data, components, key)
 
 
 def _seed(seed: int) -> None:
@@ -126,38 +131,46 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _data(data: TestSet | None, components: Components, key: str) -> Data | None:
-    if data is None:
-        return None
-    options = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
-    options["dataset"] = components.make(data.dataset, registry.datasets, f"{key}.dataset")
-    options["collate"] = _collate(data.collate, components, f"{key}.collate")
-    return Data(**options)
-
-
-def _collate(
-    spec: Component | None, components: Components, key: str
-) -> Callable[[list[Any]], Any] | None:
-    """The function itself, its options filled in; its first argument is the list of samples."""
-    if spec is None:
-        return None
-    components.check(spec, registry.collates, key, given=1)
-    options = {name: value for name, value in spec.items() if name not in ("name", "_target_")}
-    return functools.partial(components.target(spec, registry.collates, key, None), **options)
-
-
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
     return None if spec is None else components.make(spec, kind, key)
 
 
 def _meters(
-    specs: Mapping[str, Component | None], components: Components, key: str
+    specs: Mapping[str, Component | None] | None, components: Components, key: str
 ) -> dict[str, Any]:
     return {
         name: components.make(spec, registry.meters, f"{key}.{name}", default_name=name)
-        for name, spec in specs.items()
+        for name, spec in (specs or {}).items()
         if spec is not None
     }
+
+
+def _test_meters(schema: Schema, components: Components) -> dict[str, Any]:
+    """Those of every test set, and under the name of a set its own in place of them."""
+    own = {
+        name: _meters(schema.meters[name], components, f"meters.{name}")
+        for name in schema.data.tests
+        if name in schema.meters and name != "test"
+    }
+    return {**_meters(schema.meters.get("test"), components, "meters.test"), **own}
+
+
+def _check_model(schema: Schema, components: Components) -> None:
+    spec = schema.model
+    components.check(spec, registry.models, "model", extra=_MODEL_KEYS)
+    own = components.options(spec, registry.models, "model")
+    if clash := [key for key in _MODEL_KEYS if key in spec and key in own]:
+        raise ConfigError(
+            f"model.{clash[0]}",
+            "the engine takes this key, and the model has an option of that name, too: register "
+            "a function that makes the model and has another name for it",
+        )
+    _model_options(schema).check()
+
+
+def _model_options(schema: Schema) -> ModelOptions:
+    given = {key: schema.model[key] for key in _MODEL_KEYS if key in schema.model}
+    return to_dataclass(ModelOptions, given, "model")
 
 
 def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:

@@ -399,26 +399,3 @@ class Counter(Hook):
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
-
-
-class Average(Hook):
-    """A moving average of all parameters, kept by the hook: state that is made of tensors."""
-
-    order = Order.AVERAGE
-
-    def __init__(self, decay: float = 0.9) -> None:
-        self.decay = decay
-        self.averages: dict[str, Tensor] = {}
-
-    def on_start(self, task: Task) -> None:
-        self.averages = {n: p.detach().clone() for n, p in task.bare_model.named_parameters()}
-
-    def on_update(self, task: Task) -> None:
-        for name, parameter in task.bare_model.named_parameters():
-            self.averages[name].lerp_(parameter.detach(), 1 - self.decay)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"averages": dict(self.averages)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.averages = dict(state["averages"])
