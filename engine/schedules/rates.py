@@ -43,6 +43,9 @@ class Rates:
         plan: the schedules; no two for the same option of a group, at most one of torch's.
         batch_size: samples per update, for schedules that scale with it.
 
+    Attributes:
+        schedules: those that are spread over the planned length; without torch's.
+
     Raises:
         ConfigError: no group has the option or name of a schedule, or two schedules set the same.
     """

@@ -76,9 +76,6 @@ class Schedule:
         ConfigError: another interval, or a batch scale for another option.
     """
 
-    spread = True
-    """It is spread over the planned length, and anew when that changes."""
-
     def __init__(
         self,
         build: Build,

@@ -46,9 +46,6 @@ class TorchSchedule:
         ConfigError: options that contradict each other or are out of range.
     """
 
-    spread = False
-    """Its lengths are numbers of its own."""
-
     def __init__(
         self,
         make: Callable[[Optimizer], LRScheduler],
@@ -78,9 +75,6 @@ class TorchSchedule:
         self.strict = strict
         self.scale_with_batch = scale_with_batch
         self.key = key
-
-    def plan(self, updates: int, epochs: float) -> None:
-        """Nothing: see ``spread``."""
 
     def check_kind(self, kind: type[LRScheduler]) -> None:
         """Raises ConfigError for a metric where such a scheduler takes none, or the reverse."""
