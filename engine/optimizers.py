@@ -55,11 +55,26 @@ def plan_rates(task: Task, plan: PhasePlan) -> None:
         schedules = [copy.copy(schedule) for schedule in _schedules_of(task.schedules, name, names)]
         for schedule in schedules:
             if isinstance(schedule, Schedule):
-                schedule.plan(moves, plan.epochs)
+                calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
+                schedule.plan(moves, plan.epochs, calendar)
             if schedule.scale_with_batch is not None:
                 _check_one_size(task, schedule.key)
         task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(task))
     task.unset_rates = bool(all_schedules(task.schedules))
+
+
+class _Calendar:
+    """Epochs in the updates of one optimizer, and the reverse."""
+
+    def __init__(self, plan: PhasePlan, every: int) -> None:
+        self._lengths = plan.lengths
+        self._every = every
+
+    def updates_at(self, epochs: float) -> float:
+        return self._lengths.updates_at(epochs) / self._every
+
+    def epochs_at(self, updates: float) -> float:
+        return self._lengths.epochs_at(updates * self._every)
 
 
 def all_schedules(given: Any) -> list[Any]:

@@ -103,6 +103,21 @@ class EpochLengths:
         step = max(0, bisect_right(self._firsts, epoch) - 1)
         return self._before[step] + (epoch - self._firsts[step]) * self._lengths[step]
 
+    @property
+    def even(self) -> bool:
+        """All epochs are equally long."""
+        return len(set(self._lengths)) == 1
+
+    def updates_at(self, epochs: float) -> float:
+        """Batches in so many epochs, the last of which may be a part of one."""
+        whole = int(epochs)
+        return self.before(whole + 1) + (epochs - whole) * self.of(whole + 1)
+
+    def epochs_at(self, windows: float) -> float:
+        """The reverse of :meth:`updates_at`."""
+        epochs, rest = self.split(int(windows))
+        return epochs + (rest + windows - int(windows)) / self.of(epochs + 1)
+
     def split(self, windows: int) -> tuple[int, int]:
         """So many batches as whole epochs, and batches of the next one."""
         step = bisect_right(self._before, windows) - 1
