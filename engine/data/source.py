@@ -75,9 +75,11 @@ class Data:
         """
         if self.rebuild_every is None:
             self.first = self.dataset
-        elif hasattr(self.dataset, "__len__") or not callable(self.dataset):
+        elif not callable(self.dataset) or (
+            hasattr(self.dataset, "__len__") and not isinstance(self.dataset, type)
+        ):
             raise ConfigError(
-                f"{key}.rebuild_every", "the dataset must be a function that makes it: dataset=make"
+                f"{key}.rebuild_every", "the dataset must be a function or a class that makes it"
             )
         else:
             self.first = self.make(1, seed)
