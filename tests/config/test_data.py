@@ -139,6 +139,23 @@ def test_mistakes_in_test_sets(
     assert re.search(says, refused(capsys, *words))
 
 
+def test_another_form_of_data_takes_the_place_of_the_first(here: Path) -> None:
+    several = built("config=one", f"data.test={{a: {SET % 10}, b: {SET % 6}}}").task
+    assert list(several.test_data) == ["a", "b"]
+    one = built("config=several", f"data.test={SET % 7}").task
+    assert list(one.test_data) == ["test"]
+    dataset = built("config=mixed", "data.train.epoch_samples=9", f"data.train.dataset={TINY % 5}")
+    assert len(dataset.task.train_data.first) == 5
+    mix = f"{{a: {{dataset: {TINY % 30}}}, b: {{dataset: {TINY % 10}}}}}"
+    mixed = built("config=one", f"data.train.mix={mix}").task.train_data
+    assert mixed.first.lengths == [30, 10]
+    assert mixed.batch_size == 4
+    # A part of what is there changes just that.
+    assert built("config=several", "data.test.a.batch_size=3").task.test_data["a"].batch_size == 3
+    collate = "{_target_: torch.utils.data.default_collate}"
+    assert built("config=one", f"data.test.collate={collate}").task.test_data["test"].collate
+
+
 # --- batch sizes by epoch ---
 
 
@@ -206,7 +223,6 @@ MIX = "config=mixed"
         ([MIX, "data.train.sampler={name: weighted}"], "data.train.sampler: .*by its weights"),
         ([MIX, "data.train.epoch_samples=0"], "data.train.epoch_samples: 0"),
         ([MIX, "data.train.mix={a: null, b: null}"], "data.train.mix: there is no source"),
-        ([MIX, f"data.train.dataset={TINY % 4}"], "data.train.dataset: give a dataset, or a mix"),
         (["config=one", "~data.train.dataset"], "data.train.dataset: give a dataset, or a mix"),
         (["config=one", "data.train.epoch_samples=5"], "data.train.epoch_samples: .*of a mix"),
     ],
