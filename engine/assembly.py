@@ -39,7 +39,7 @@ def check(task: Task) -> None:
         raise ConfigError("data", "there is neither training nor test data")
     for key, data in _keys(task).items():
         data.open(task.seed, key)
-        data.check(key, train=data is task.train_data)
+        data.check(key, train=key == "data.train")
 
 
 def _keys(task: Task) -> dict[str, Data]:

@@ -84,10 +84,14 @@ class EpochLengths:
     Args:
         given: the same number for all, or a mapping from an epoch to the number from there on,
             which begins with epoch 1.
+
+    Attributes:
+        steps: the same, as plain Python.
     """
 
     def __init__(self, given: int | Mapping[int, int]) -> None:
         steps = {1: given} if isinstance(given, int) else dict(sorted(given.items()))
+        self.steps = steps if len(steps) > 1 else steps[1]
         self._firsts, self._lengths = list(steps), list(steps.values())
         # Windows before each of these epochs.
         self._before = [0]
@@ -211,6 +215,6 @@ class PhasePlan:
         return {
             "updates": self.updates,
             "epochs": self.epochs,
-            "updates per epoch": self.windows_per_epoch,
+            "updates per epoch": self.lengths.steps,
             "test sets": self.test_sets,
         }

@@ -47,6 +47,15 @@ class Sampler:
         self.by = by if by is not None else (declared.declared["by"] if declared else "targets")
         self.options = options
 
+    def check(self, dataset: Any, key: str) -> None:
+        """Raises ConfigError when ``by`` names an attribute that the dataset does not have."""
+        if isinstance(self.by, str) and not hasattr(dataset, self.by):
+            raise ConfigError(
+                f"{key}.by",
+                f"{type(dataset).__name__} has no attribute {self.by!r}; name another one, or give "
+                f"a function of the dataset",
+            )
+
     def orders(self, dataset: Any, chosen: Tensor | None, key: str) -> Orders:
         """The orders of all epochs.
 
@@ -58,6 +67,7 @@ class Sampler:
         Raises:
             ConfigError: there are no values, or not as many as samples.
         """
+        self.check(dataset, key)
         values = _values(self.by, dataset, f"{key}.by")
         if len(values) != len(dataset):
             raise ConfigError(
@@ -235,12 +245,6 @@ class WeightedOrder:
 
 def _values(by: Any, dataset: Any, key: str) -> npt.NDArray[Any]:
     if isinstance(by, str):
-        if not hasattr(dataset, by):
-            raise ConfigError(
-                key,
-                f"{type(dataset).__name__} has no attribute {by!r}; name another one, or give a "
-                f"function of the dataset",
-            )
         by = getattr(dataset, by)
     elif callable(by):
         by = by(dataset)

@@ -143,6 +143,8 @@ class Data:
             raise ConfigError(
                 f"{key}.sampler", f"{type(self.sampler).__name__} is not a phaseloop.Sampler"
             )
+        if self.sampler is not None:
+            self.sampler.check(self.first, f"{key}.sampler")
 
     def check_samples(self, samples: int, key: str) -> None:
         """Raises DataError when an epoch of ``samples`` is too small to make one batch."""

@@ -369,6 +369,39 @@ def test_ga_e_processes_share_the_same_batches(kind: str, world: int) -> None:
     assert batches(world) == batches(1)
 
 
+# --- DATA-d ---
+
+
+@pytest.mark.parametrize("kind", ["mix", "balanced", "batch transform", "rebuilt", "sizes"])
+def test_data_d_testing_changes_nothing_of_what_is_drawn(kind: str) -> None:
+    def trace(**options: Any) -> Any:
+        data = Data(Points(), {1: 4, 2: 8}) if kind == "sizes" else DRAWN[kind]()
+        task = r1.make_task(None, train=data, epochs=3, **options)
+        probe = watch(
+            "on_step",
+            lambda task: (task.batch.indices.tolist(), float(task.loss)) if task.train else None,
+        )
+        train(task, probe=probe)
+        state = {name: value.tolist() for name, value in task.bare_model.state_dict().items()}
+        return [entry for entry in probe.seen if entry is not None], state
+
+    often = trace(test=("a", "b"), phases={"test_every_updates": 3})
+    assert often == trace(phases={"test_every_epochs": None})
+
+
+def test_one_set_of_data_may_be_trained_on_and_tested() -> None:
+    data = Data(Points(8), 4, drop_last=False)
+    assert train(r1.make_task(None, train=data, epochs=1, test=False)).updates == 2
+    task = Task(
+        model=r1.network(), criterion=nn.CrossEntropyLoss(), phases=Phases(epochs=1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), train=data, test=data,
+    )  # fmt: skip
+    assert train(task).updates == 2
+    only_train = Data(Points(8), 4, sampler=Sampler("balanced"))
+    with pytest.raises(ConfigError, match=r"data\.test\.sampler: .*training data only"):
+        Task(model=r1.network(), phases=Phases(epochs=1), train=only_train, test=only_train)
+
+
 # --- RES-a ---
 
 
