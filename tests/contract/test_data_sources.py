@@ -157,6 +157,12 @@ def test_data_a_a_sample_of_the_first_source_draws_as_it_would_alone() -> None:
     alone = Loader(Data(Draws(4), 4), train=True, source=0, seed=0, device=CPU)
     ((_, one),), ((_, other),) = mixed.batches(2, 0, 0), alone.batches(2, 0, 0)
     assert torch.equal(one.data, other.data)
+    # The same positions, all of the second source.
+    second = Mix({"a": Source(Draws(4), 1e-12), "b": Draws(4)}, epoch_samples=4)
+    loader = Loader(Data(second, 4), train=True, source=0, seed=0, device=CPU)
+    ((_, third),) = loader.batches(2, 0, 0)
+    assert third.sources.tolist() == [1] * 4
+    assert not (third.data == other.data).any()
 
 
 class ListsOnly(IndexData):
