@@ -31,8 +31,13 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.lars import LARS
+    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.model_options import Compile, ModelOptions
+    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
+    from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
         register_backend,
@@ -49,8 +54,9 @@ if TYPE_CHECKING:
         register_to_device,
         register_train_step,
     )
-    from phaseloop.engine.schedules import Schedule, Warmup
+    from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
     from phaseloop.engine.settings import Debug, Gradients, Run
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
 
@@ -67,8 +73,13 @@ _PLACES = {
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
+    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "lars": ["LARS"],
+    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
+    "precision": ["Precision"],
     "progress": ["Progress"],
     "registry": [
         "register_backend",
@@ -85,8 +96,9 @@ _PLACES = {
         "register_to_device",
         "register_train_step",
     ],
-    "schedules": ["Schedule", "Warmup"],
+    "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
     "settings": ["Debug", "Gradients", "Run"],
+    "stages": ["Stage"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
 }  # fmt: skip
@@ -94,23 +106,29 @@ _PLACES = {
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "LARS",
     "Accuracy",
     "Backend",
     "Batch",
     "CheckpointError",
+    "Compile",
     "ConfigError",
     "CutMix",
     "Data",
     "DataError",
     "Debug",
     "Gradients",
+    "GroupRules",
     "Hook",
+    "LayerDecay",
+    "LossScale",
     "Mean",
     "Meter",
     "MetricError",
     "Mix",
     "MixUp",
     "MixUpOrCutMix",
+    "ModelOptions",
     "NoBatchError",
     "NonFiniteError",
     "Order",
@@ -118,17 +136,22 @@ __all__ = [
     "Phase",
     "PhaseloopError",
     "Phases",
+    "Precision",
     "Progress",
     "RegistryError",
     "Run",
     "Sampler",
+    "ScaleWithBatch",
     "Schedule",
     "Single",
     "Source",
+    "Stage",
     "Task",
     "TensorData",
+    "TorchSchedule",
     "Trainer",
     "Warmup",
+    "parameter_groups",
     "register_backend",
     "register_batch_transform",
     "register_collate",

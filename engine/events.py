@@ -43,6 +43,9 @@ class Hook:
     only_watches: ClassVar[bool] = False
     """It measures or logs and changes nothing of the training: it may come and go on a resume."""
 
+    shapes_tests: ClassVar[bool] = False
+    """It decides what a test phase tests, such as averaged weights: it is on with only=test too."""
+
     saves: ClassVar[bool] = False
     """It writes checkpoints, and so may stand at ``Order.CHECKPOINT``."""
 

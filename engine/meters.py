@@ -248,6 +248,8 @@ class MeterSet:
         """Metric name (``test/accuracy``) to value. Here the host waits for the device."""
         metrics: dict[str, float] = {}
         for key, meter in self._all().items():
+            if key == "loss" and self._only_parts():
+                continue
             value = meter.compute()
             if isinstance(value, Mapping):
                 metrics.update(
@@ -256,6 +258,10 @@ class MeterSet:
             else:
                 metrics[f"{self.name}/{key}"] = _number(key, value)
         return metrics
+
+    def _only_parts(self) -> bool:
+        """The step measured losses that make no sum: those of several optimizers, say."""
+        return bool(self.parts) and not self.loss.state_dict()["weight"]
 
     @property
     def names(self) -> list[str]:

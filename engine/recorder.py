@@ -16,7 +16,7 @@ from phaseloop.engine.errors import PhaseloopError
 
 _COMPACT_AT = 1024
 
-POSITION = ("phase", "update", "epoch", "time", "event")
+POSITION = ("stage", "phase", "update", "epoch", "time", "event")
 """What every row says of itself; no scalar may be called so."""
 
 

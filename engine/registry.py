@@ -105,7 +105,12 @@ backends = Registry("backend")
 
 
 def register_train_step(
-    name: str, *, whole_model_forward: bool = False, replace: bool = False
+    name: str,
+    *,
+    whole_model_forward: bool = False,
+    takes: str = "micro_batch",
+    one_piece: bool = False,
+    replace: bool = False,
 ) -> Callable[[T], T]:
     """Register a train step: a function of the task, or a class whose instances are called with it.
 
@@ -113,12 +118,21 @@ def register_train_step(
         name: the name for ``train_step:``.
         whole_model_forward: the step calls the model as a whole, once per micro-batch, so that
             a wrapper which reduces gradients while backward runs may be used.
+        takes: ``micro_batch``: it is called for each, and gets it by ``task.next_batch()``;
+            ``window``: it is called once per update, and goes through ``task.window()``.
+        one_piece: it cannot work on a batch that is cut into several micro-batches.
         replace: take the place of an earlier entry.
 
     Raises:
         RegistryError: the name is taken.
     """
-    return train_steps.register(name, replace=replace, whole_model_forward=whole_model_forward)
+    return train_steps.register(
+        name,
+        replace=replace,
+        whole_model_forward=whole_model_forward,
+        takes=takes,
+        one_piece=one_piece,
+    )
 
 
 def register_hook(name: str, *, default: bool = False, replace: bool = False) -> Callable[[T], T]:

@@ -51,6 +51,11 @@ class Gradients:
     norm_type: float = 2.0
     clip_value: float | None = None
 
+    @property
+    def clips(self) -> bool:
+        """Gradients are changed at all."""
+        return self.clip_norm is not None or self.clip_value is not None
+
     def check(self, key: str = "gradients") -> None:
         """Raises ConfigError for a bound that is not positive."""
         for name in ("clip_norm", "clip_value", "norm_type"):

@@ -7,11 +7,13 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
+    average,
     barrier,
     checkpoint,
     console,
     curves,
     early_stop,
+    freeze,
     learning_rate,
     meter_sync,
     metrics_file,
@@ -45,12 +47,14 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
 
 
 __all__ = [
+    "average",
     "barrier",
     "checkpoint",
     "console",
     "curves",
     "default_hooks",
     "early_stop",
+    "freeze",
     "learning_rate",
     "meter_sync",
     "metrics_file",

@@ -44,12 +44,20 @@ def _test(schema: Schema) -> int:
         raise ConfigError("data.test", "only=test needs test data")
     saved = _weights(schema.weights, folder, built)
     hooks: dict[str, Hook] = {
-        name: hook for name, hook in built.hooks.items() if name in _WHILE_TESTING
+        name: hook
+        for name, hook in built.hooks.items()
+        if name in _WHILE_TESTING or hook.shapes_tests
     }
     outcome = Trainer(built.task, hooks).test(saved)
     if outcome.signal is not None:
         return _SIGNALLED + outcome.signal
-    result = {"weights": saved.path.name, "updates": outcome.updates, "metrics": outcome.final}
+    task = built.task
+    result = {
+        "weights": saved.path.name,
+        "averaged": bool(task.averages.get(task.swapping.owner)),
+        "updates": outcome.updates,
+        "metrics": outcome.final,
+    }
     text = json.dumps(result, indent=1)
     if schema.debug.fast is None:
         replace_text(folder.path / "test.json", text + "\n")

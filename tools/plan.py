@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phaseloop.engine import plan_report
 from phaseloop.engine.config.build import Built
 from phaseloop.engine.events import EVENTS, Dispatcher
 from phaseloop.engine.model_summary import summarize_task
@@ -26,8 +27,10 @@ def show_plan(built: Built) -> None:
 
 
 def _phase_lines(task: Task) -> Iterator[str]:
-    plan, phases = task.plan, task.phases
-    if TRAIN in task.loaders:
+    plan = task.plan
+    if task.stages.several:
+        yield from _stage_lines(task)
+    elif TRAIN in task.loaders:
         loader = task.loaders[TRAIN]
         lengths = by_epoch({first: cut.windows for first, cut in loader.plans.items()})
         yield f"training    {plan.epochs:g} epochs of {lengths} updates: {plan.updates} updates"
@@ -41,19 +44,20 @@ def _phase_lines(task: Task) -> Iterator[str]:
             )
     for name, loader in task.loaders.items():
         yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
-    every = [
-        f"every {unit}" if n == 1 else f"every {n} {unit}s"
-        for n, unit in (
-            (phases.test_every_epochs, "epoch"),
-            (phases.test_every_updates, "update"),
-        )
-        if n
-    ]
-    if plan.test_sets:
-        cadence = f"{' and '.join(every)}, and after the last update" if every else "never"
-        yield f"testing     {cadence}"
+    if plan.test_sets and not task.stages.several:
+        cadence = plan_report.cadence(plan).removeprefix("test ")
+        yield f"testing     {f'{cadence}, and after the last update' if cadence else 'never'}"
+    if options := task.model_options.describe():
+        yield f"model       {', '.join(options)}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
+
+
+def _stage_lines(task: Task) -> Iterator[str]:
+    for number, plan in enumerate(task.stages.plans()):
+        facts = (plan_report.length(plan), plan_report.cadence(plan))
+        name = task.stages.label(number)
+        yield f"{'' if number else 'stages':<11} {name}: {', '.join(filter(None, facts))}"
 
 
 def _hook_lines(built: Built) -> Iterator[str]:

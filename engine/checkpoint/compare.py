@@ -17,7 +17,7 @@ MAY_CHANGE = (
     "data.*.micro_batch_size", "data.*.accumulate",
     "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",
     "data.test.*.micro_batch_size", "data.test.*.accumulate",
-    "model.compile",
+    "model.compile", "model.checkpoint",
 )  # fmt: skip
 
 

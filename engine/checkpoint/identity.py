@@ -27,9 +27,13 @@ def identity(task: Task) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "seed": task.seed,
         "precision": task.precision.name,
-        "gradients": dataclasses.asdict(task.gradients),
+        "gradients": {n: dataclasses.asdict(given) for n, given in task.clipping.items()},
+        "every": dict(task.every),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
+        **task.model_options.facts(),
     }
+    if task.freezing.for_good():
+        facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
         facts["data"] = {

@@ -123,6 +123,7 @@ class Schema:
     train_step: Component | str = "standard"
     hooks: dict[str, Component | None] = field(default_factory=dict)
     backend: Component = field(default_factory=lambda: {"name": "single"})
+    freeze: list[str] = field(default_factory=list)
     debug: Debug = field(default_factory=Debug)
     plan: bool = False
     only: Literal["test"] | None = None

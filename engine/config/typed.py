@@ -93,6 +93,8 @@ def describe(annotation: Any) -> str:
         return " or ".join(repr(arg) for arg in args)
     if typing.get_origin(annotation) in (list, collections.abc.Sequence):
         return f"list of {describe(args[0])}" if args else "list"
+    if dataclasses.is_dataclass(annotation):
+        return f"a mapping of {listing(_names(annotation))}"
     return getattr(annotation, "__name__", str(annotation)).replace("dict", "mapping")
 
 
@@ -102,6 +104,9 @@ def _convert_union(members: tuple[Any, ...], value: Any, path: str) -> Any:
         return None
     problems = []
     members = tuple(member for member in members if member is not type(None))
+    classes = [member for member in members if dataclasses.is_dataclass(member)]
+    if isinstance(value, Mapping) and len(classes) == 1:  # its own errors say more
+        return convert(classes[0], value, path)
     for member in sorted(members, key=lambda m: m is not type(value)):  # an exact match first
         if not _is_ours(member) and type(value) in (bool, int, float, str, list, type(None)):
             continue  # a tensor, a callable: no plain value is one

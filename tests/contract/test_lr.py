@@ -14,7 +14,7 @@ from torch import nn
 
 from phaseloop import Data, Phases, Run, Schedule, Task, TensorData, Warmup
 from phaseloop.engine import registry
-from phaseloop.engine.schedules import composite, constant, cosine, linear, multi_step
+from phaseloop.engine.schedules import Stretch, composite, constant, cosine, linear, multi_step
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.metrics_file import MetricsFile
@@ -30,6 +30,8 @@ CURVES: dict[str, dict[str, Any]] = {
     "step": {"steps": 3},
     "polynomial": {"power": 2.0},
     "exponential": {"decay": 0.1},
+    "cosine_restarts": {"cycles": 3, "growth": 2.0, "decay": 0.5},
+    "inverse_sqrt": {"length": 0.2, "unit": "fraction"},
     "composite": {
         "parts": [{"name": "linear", "start": 0.6, "end": 4.8}, {"name": "cosine"}],
         "lengths": [0.1, 0.9],
@@ -37,7 +39,7 @@ CURVES: dict[str, dict[str, Any]] = {
 }
 WARMUPS = [None, Warmup(0.0, updates=1), Warmup(1e-4, fraction=0.5), Warmup(1e-4, epochs=0.5)]
 
-Build = Callable[[float], Callable[[float], float]]
+Build = Callable[[float, Stretch], Callable[[float], float]]
 
 
 def curve(name: str) -> Build:
@@ -48,8 +50,8 @@ def curve(name: str) -> Build:
 def spied(build: Build, asked: list[float]) -> Build:
     """``build`` whose curves write down every position that they are asked for."""
 
-    def build_spied(base: float) -> Callable[[float], float]:
-        inner = build(base)
+    def build_spied(base: float, stretch: Stretch) -> Callable[[float], float]:
+        inner = build(base, stretch)
 
         def ask(where: float) -> float:
             asked.append(where)
@@ -83,7 +85,9 @@ def test_lr_a_update_k_of_n_uses_position_k_minus_1_over_n(name: str, updates: i
     )
     train(task, learning_rate=LearningRate())
     assert asked == [k / updates for k in range(updates)]
-    assert recording(task).rates == [[build(0.1)(k / updates)] for k in range(updates)]
+    assert recording(task).rates == [
+        [build(0.1, Stretch(updates, 1))(k / updates)] for k in range(updates)
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -95,7 +99,9 @@ def test_lr_a_by_epoch_each_epoch_uses_its_own_position(name: str, epochs: int) 
     task = r0(range(2), 1, lr=0.1, epochs=epochs, optimizer=RecordingSGD, schedule=schedule)
     train(task, learning_rate=LearningRate())
     assert asked == [k / epochs for k in range(epochs) for _ in range(2)]
-    assert recording(task).rates == [[build(0.1)(where)] for where in asked]
+    assert recording(task).rates == [
+        [build(0.1, Stretch(2 * epochs, epochs))(where)] for where in asked
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_lr_a_resumed_before_the_last_update(name: str, tmp_path: Path) -> None:
     assert task.resumed
     last = (updates - 1) / updates
     assert asked == [last]
-    assert recording(task).rates == [[curve(name)(0.1)(last)]]
+    assert recording(task).rates == [[curve(name)(0.1, Stretch(updates, 1))(last)]]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +224,7 @@ def test_lr_c_one_group_and_named_groups_are_logged_by_their_names(tmp_path: Pat
 
 
 def test_lr_d_a_composite_begins_each_part_where_it_is_due() -> None:
-    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8)
+    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8, Stretch(1, 1))
     wheres = [0, 0.05, 0.0999999, 0.1, 0.55, 0.999]
     contract = [0.6, 2.7, 4.8, 4.8, 2.4, 1.5e-05]
     assert [f"{both(where):.2g}" for where in wheres] == [f"{value:.2g}" for value in contract]
@@ -229,7 +235,7 @@ def test_lr_d_a_composite_begins_each_part_where_it_is_due() -> None:
 
 def test_lr_d_no_update_of_a_long_run_takes_a_part_too_early() -> None:
     # fvcore's composite begins a part 1e-6 early: 3 updates of 3 million.
-    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8)
+    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8, Stretch(1, 1))
     n = 3_000_000
     for k in range(n // 10 - 5, n // 10):
         assert both(k / n) == pytest.approx(0.6 + 4.2 * (k / n) / 0.1, rel=1e-12)
@@ -239,11 +245,12 @@ def test_lr_d_no_update_of_a_long_run_takes_a_part_too_early() -> None:
 def test_lr_d_warm_up_is_never_dropped(name: str) -> None:
     schedule = Schedule(curve(name), warmup=Warmup(0.001, fraction=0.1))
     schedule.plan(1000, 10)
-    top = curve(name)(0.1)(0.0)
+    main = curve(name)(0.1, Stretch(900, 9, 100, 1))
+    top = main(0.0)
     assert schedule.value(0.1, 0, 0) == 0.001
     assert schedule.value(0.1, 50, 0) == pytest.approx((0.001 + top) / 2)
     assert schedule.value(0.1, 100, 0) == top
-    assert schedule.value(0.1, 550, 0) == pytest.approx(curve(name)(0.1)(0.5))
+    assert schedule.value(0.1, 550, 0) == pytest.approx(main(0.5))
 
 
 def test_lr_d_changing_one_value_never_changes_another() -> None:
@@ -256,7 +263,7 @@ def test_lr_d_changing_one_value_never_changes_another() -> None:
             ],
             [0.1, 0.9],
         )
-        return [build(4.8)(k / 100) for k in range(100)]
+        return [build(4.8, Stretch(100, 1))(k / 100) for k in range(100)]
 
     base = values()
     assert values(first=0.1)[10:] == base[10:]

@@ -28,6 +28,7 @@ from phaseloop import (
     TensorData,
     default_hooks,
 )
+from phaseloop.hooks.average import Average
 from tests.rigs import r1
 from tests.rigs.probes import watch
 from tests.rigs.r0 import r0, train
@@ -243,7 +244,7 @@ class OutputSum(Mean):
 
 
 @pytest.mark.usefixtures("only_new_objects")
-@pytest.mark.parametrize("hooks", ["bare", "default"])
+@pytest.mark.parametrize("hooks", ["bare", "default", "average"])
 def test_mem_a_memory_is_flat_over_1000_updates_and_10_epochs(
     hooks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,12 +262,13 @@ def test_mem_a_memory_is_flat_over_1000_updates_and_10_epochs(
         train_meters={"accuracy": Accuracy(), "sum": OutputSum()},
         test_meters={"accuracy": Accuracy()},
         phases=Phases(epochs=10, test_every_updates=100),
-        run=Run(str(tmp_path) if hooks == "default" else None, log_every=50),
+        run=Run(None if hooks == "bare" else str(tmp_path), log_every=50),
     )
     # The first epochs make what is made once: caches, the optimizer's state, the first test; the
     # first census what a census makes.
     census = Census(200, 300, 1000)
-    train(task, **(default_hooks(census=census) if hooks == "default" else {"census": census}))
+    more = {"average": Average()} if hooks == "average" else {}
+    train(task, **({} if hooks == "bare" else default_hooks(**more)), census=census)
     assert task.progress.updates == 1000
     assert task.progress.epoch == 10
     _, early, late = census.counts

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from phaseloop import Hook, Order, Phases, Run, Task, TensorData, Trainer
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.data.source import Data
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.early_stop import EarlyStop
+from phaseloop.hooks.freeze import Freeze
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
 from tests.rigs.r1 import At
@@ -158,6 +160,16 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "skipped windows": {"hooks": {"skip": r1.SkipSome()}},
     "empty micro-batches": {"data": {"micro_batch_size": 1, "collate": drop_some}},
     "frozen": {"model": with_batch_norm(), "hooks": {"freeze": FreezeSome()}},
+    "frozen for good": {
+        "model": with_batch_norm(),
+        "freeze": ["1"],
+        "hooks": {"freeze": Freeze(["0"], first_updates=17)},
+    },
+    "frozen later": {
+        "model": with_batch_norm(),
+        "optimizer_name": "adam",
+        "hooks": {"freeze": Freeze(["0", "1"], after_epochs=1)},
+    },
     "two test sets": {"test": ("first", "second")},
 }
 
@@ -395,7 +407,7 @@ def test_res_f_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> Non
 def loaded(folder: Path, **options: Any) -> list[str]:
     """In a new process: what differs between the newest checkpoint and the task that took it."""
     task = r1.make_task(folder, **options)
-    hooks = r1.make_hooks(None, {"every_updates": 1}, average=r1.Average(),
+    hooks = r1.make_hooks(None, {"every_updates": 1}, average=Average(decay=0.9),
                           early_stop=EarlyStop("train/loss", patience=9))  # fmt: skip
     trainer = Trainer(task, hooks)
     saved = newest(folder)
@@ -422,7 +434,7 @@ def test_res_g_right_after_loading_all_is_as_it_was_saved(
     place = At("on_step", 14, signal.SIGTERM) if stop == 14 else None
     if stop == 20:
         place = At("on_step", 20, signal.SIGTERM, phase="test", position=1)
-    watch = {"average": r1.Average(), "early_stop": EarlyStop("train/loss", patience=9)}
+    watch = {"average": Average(decay=0.9), "early_stop": EarlyStop("train/loss", patience=9)}
     go(folder, place, hooks=watch, save={"every_updates": 1}, **options)
     state = equal.state_of(newest(folder))
     assert state["optimizers"]["optimizer"]["state"]  # there is something to lose
@@ -513,6 +525,67 @@ def test_res_i_schedules_go_on_where_they_stood(
     if name != "constant":
         assert len({rate for line in lines for rate in line["rates"]}) > 1
     assert_eq(undisturbed(**options), folder)
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema": {"decay": 0.9, "warmup": True},
+    "swa": {"kind": "swa", "start_updates": 12, "every_updates": 3, "buffers": "average"},
+    "swa by epochs": {"kind": "swa", "start_epochs": 1},
+}
+
+
+def averaged(kind: str) -> dict[str, Any]:
+    """Options of a run with averages and batch norm, tested after every 5th update."""
+    return {
+        "model": with_batch_norm(),
+        "optimizer_name": "adam",
+        "hooks": {"average": Average(**AVERAGES[kind]), "skip": r1.SkipSome()},
+        "phases": {"test_every_updates": 5},
+        **TESTED,
+    }
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(
+    "at",
+    [
+        At("on_step", 15, phase="test", position=1),
+        At("on_step", 20, signal.SIGTERM, phase="test", position=1),
+        At("on_update", 17),
+    ],
+    ids=["killed in a test", "terminated in a test", "killed in training"],
+)
+def test_res_k_both_sets_go_on(tmp_path: Path, kind: str, at: At) -> None:
+    options = averaged(kind)
+    hooks = options.pop("hooks")
+    save = {**options.pop("save"), "every_updates": 3}
+    folder = tmp_path / "run"
+    assert go(folder, at, hooks=hooks, save=save, **options).code in (KILLED, 0)
+    finish(folder, hooks=hooks, save=save, **options)
+    whole = undisturbed(hooks=hooks, save=save, **options)
+    averages = equal.state_of(newest(whole))["averages"]["average"]
+    raw = store.load(newest(whole), contents.MODEL)
+    assert averages.keys() == raw.keys()
+    assert any(not torch.equal(averages[name], raw[name]) for name in raw)
+    assert_eq(whole, folder)
+
+
+def test_res_k_saving_and_evaluating_change_nothing_of_the_raw_weights() -> None:
+    options = averaged("ema")
+    hooks = options.pop("hooks")
+    plain = undisturbed(hooks={"skip": r1.SkipSome()}, **options)
+    pairs = [
+        {**store.load(newest(folder), contents.MODEL), **optimizer_of(folder)}
+        for folder in (plain, undisturbed(hooks=hooks, **options))
+    ]
+    assert list(equal.differ("raw", *pairs)) == []
+    metrics = [equal.state_of(newest(f))["metrics"]["test/loss"]
+               for f in (plain, undisturbed(hooks=hooks, **options))]  # fmt: skip
+    assert metrics[0] != metrics[1]  # what was tested is the average
+
+
+def optimizer_of(folder: Path) -> dict[str, Any]:
+    return {"optimizers": equal.state_of(newest(folder))["optimizers"]}
 
 
 def test_res_n_the_newest_whole_checkpoint_after_kill(tmp_path: Path) -> None:
@@ -641,7 +714,7 @@ EVERYTHING: dict[str, Any] = {
     "phases": {"test_every_updates": 4},
     "run": {"log_every": 3},
     "save": {"every_updates": 3, "keep_last": 2, "keep_best": 1, "metric": "test/loss"},
-    "hooks": {"average": r1.Average(), "early_stop": EarlyStop("test/loss", patience=50)},
+    "hooks": {"average": Average(decay=0.9), "early_stop": EarlyStop("test/loss", patience=50)},
 }
 
 

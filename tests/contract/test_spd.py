@@ -27,6 +27,7 @@ from phaseloop import (
     default_hooks,
 )
 from phaseloop.engine.schedules import cosine
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import r1
 
@@ -199,6 +200,12 @@ def test_spd_a_nothing_is_read_from_the_device_between_log_points(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert reads_between(monkeypatch, tmp_path) == 0
+
+
+def test_spd_a_averages_are_moved_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert reads_between(monkeypatch, tmp_path, average=Average()) == 0
 
 
 def test_spd_a_the_policy_skip_reads_one_flag_per_update(

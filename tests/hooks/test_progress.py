@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from phaseloop import ConfigError, Phases, Trainer, default_hooks
-from phaseloop.engine.phases import PhasePlan
+from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.recorder import Recorder
 from phaseloop.hooks import progress
 from phaseloop.hooks.console import Console
@@ -205,9 +205,8 @@ def test_ranks_but_the_primary_are_silent(capsys, monkeypatch):
 def test_time_to_go():
     task = SimpleNamespace(
         plan=PhasePlan(Phases(epochs=10), 10, []),
-        progress=SimpleNamespace(updates=40, samples=160),
-        train_data=SimpleNamespace(),
-        loaders={"train": SimpleNamespace(samples=40)},
+        progress=SimpleNamespace(updates=40, samples=160, stage=0),
+        stages=SimpleNamespace(given=[None], loaders=[SimpleNamespace(samples=40)]),
     )
     hook = Progress()
     hook._whole = SimpleNamespace(rate=lambda samples: 8.0)
