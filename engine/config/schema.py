@@ -23,6 +23,8 @@ class TestSet:
     See :class:`phaseloop.engine.data.source.Data`.
     """
 
+    __test__ = False  # no tests in it, whatever pytest thinks of its name
+
     dataset: Component
     batch_size: int
     micro_batch_size: int | None = None
