@@ -150,7 +150,7 @@ class Average(Hook):
 
     def _sample(self, task: Task) -> None:
         averages = task.averages.setdefault(self.name, {})
-        if self._pairs is None:
+        if self._pairs is None or self._pairs.averages is not averages:  # these were restored
             self._pairs = _Pairs(places(task.bare_model), averages, self.buffers == "average")
         if self.samples == 0:
             self._pairs.copy()
@@ -219,6 +219,7 @@ class _Pairs:
     def __init__(
         self, there: dict[str, Place], averages: dict[str, Tensor], average_buffers: bool
     ) -> None:
+        self.averages = averages
         self._moved: list[Tensor] = []
         self._copied: list[Tensor] = []
         self._moved_from: list[tuple[dict[str, Any], str]] = []
