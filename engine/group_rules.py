@@ -72,7 +72,8 @@ class GroupRules:
         for name, rule in self.rules.items():
             place = f"{key}.rules.{name}"
             match = rule.get("match")
-            if not isinstance(match, str) and not _is_list_of_names(match):
+            listed = match if isinstance(match, list) else [match]
+            if not listed or not all(isinstance(pattern, str) for pattern in listed):
                 raise ConfigError(f"{place}.match", f"{match!r} is no pattern, nor a list of them")
             if len(rule) == 1:
                 raise ConfigError(place, "changes nothing: give options, such as lr_scale")
@@ -296,7 +297,3 @@ def _label(rule: str, layer: str, decays: bool) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
