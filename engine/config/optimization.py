@@ -70,7 +70,10 @@ def make_optimizer(
             parameters = parameter_groups(
                 model, options, rules, criterion=extra, only=only, key=f"{key}.groups"
             )
-        made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        try:
+            made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        except TypeError as error:  # what torch raises for betas that are one number, say
+            raise ConfigError(key, str(error)) from error
         if not isinstance(made, Optimizer):
             raise ConfigError(key, f"{type(made).__name__} is not a torch optimizer")
         return made
