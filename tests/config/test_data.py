@@ -144,7 +144,7 @@ def test_another_form_of_data_takes_the_place_of_the_first(here: Path) -> None:
     assert list(several.test_data) == ["a", "b"]
     one = built("config=several", f"data.test={SET % 7}").task
     assert list(one.test_data) == ["test"]
-    dataset = built("config=mixed", "data.train.epoch_samples=9", f"data.train.dataset={TINY % 5}")
+    dataset = built("config=mixed", f"data.train.dataset={TINY % 5}")
     assert len(dataset.task.train_data.first) == 5
     mix = f"{{a: {{dataset: {TINY % 30}}}, b: {{dataset: {TINY % 10}}}}}"
     mixed = built("config=one", f"data.train.mix={mix}").task.train_data

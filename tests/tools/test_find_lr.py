@@ -168,7 +168,7 @@ def test_every_update_is_one_of_the_engine() -> None:
         )  # fmt: skip
 
     losses = Losses()
-    schedule = Schedule(lambda base: Powers(settings))
+    schedule = Schedule(lambda base, stretch: Powers(settings))
     task = make(schedule=schedule, epochs=None, phases={"updates": 25})
     hooks = {"skip": r1.SkipSome(), "losses": losses, "learning_rate": LearningRate()}
     Trainer(task, hooks).train()
