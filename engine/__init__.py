@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.lars import LARS
     from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
     from phaseloop.engine.model_options import Compile, ModelOptions
-    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
@@ -76,7 +76,7 @@ _PLACES = {
     "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
-    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
     "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
     "precision": ["Precision"],

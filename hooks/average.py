@@ -1,6 +1,7 @@
 """Hook ``average``: averaged weights, kept beside the raw ones and used for testing."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Average(Hook):
         self.samples = 0
         self._task: Task | None = None
         self._pairs: _Pairs | None = None
+        self._moves: Callable[..., None] | None = None
 
     def on_start(self, task: Task) -> None:
         self._task = task
@@ -148,18 +150,24 @@ class Average(Hook):
 
     def _sample(self, task: Task) -> None:
         averages = task.averages.setdefault(self.name, {})
-        if self._pairs is None:
+        if self._pairs is None or self._pairs.averages is not averages:  # these were restored
             self._pairs = _Pairs(places(task.bare_model), averages, self.buffers == "average")
         if self.samples == 0:
             self._pairs.copy()
-        elif self.kind == "swa":
-            self._pairs.move(get_swa_multi_avg_fn(), self.samples)
         else:
-            decay = self.decay
-            if self.warmup:
-                decay = min(decay, (1 + self.samples) / (10 + self.samples))
-            self._pairs.move(get_ema_multi_avg_fn(decay), self.samples)
+            if self._moves is None or self.warmup:
+                self._moves = self._make_moves()
+            self._pairs.move(self._moves, self.samples)
         self.samples += 1
+
+    def _make_moves(self) -> Callable[..., None]:
+        """torch's function that moves averages; making one costs more than calling it."""
+        if self.kind == "swa":
+            return get_swa_multi_avg_fn()
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.samples) / (10 + self.samples))
+        return get_ema_multi_avg_fn(decay)
 
     def _check(self, decay: float | None) -> None:
         key = "hooks.average"
@@ -211,6 +219,7 @@ class _Pairs:
     def __init__(
         self, there: dict[str, Place], averages: dict[str, Tensor], average_buffers: bool
     ) -> None:
+        self.averages = averages
         self._moved: list[Tensor] = []
         self._copied: list[Tensor] = []
         self._moved_from: list[tuple[dict[str, Any], str]] = []
@@ -240,13 +249,12 @@ class _Pairs:
             if targets:
                 torch._foreach_copy_(targets, [owner[key] for owner, key in sources])
 
-    @torch.no_grad()
-    def move(self, average: Any, samples: int) -> None:
+    def move(self, average: Callable[..., None], samples: int) -> None:
         """One more sample, by a function of ``torch.optim.swa_utils``; what is only copied is."""
         if self._moved:
             values = [owner[key] for owner, key in self._moved_from]
             if self._widened:
-                values = [v.to(a.dtype) for v, a in zip(values, self._moved, strict=True)]
+                values = [v.detach().to(a.dtype) for v, a in zip(values, self._moved, strict=True)]
             average(self._moved, values, samples)
         if self._copied:
             sources = [owner[key] for owner, key in self._copied_from]

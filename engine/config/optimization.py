@@ -15,7 +15,7 @@ from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.schema import Component
 from phaseloop.engine.config.typed import convert, to_dataclass
 from phaseloop.engine.errors import ConfigError, listing, nearest
-from phaseloop.engine.parameter_groups import GroupRules, parameter_groups
+from phaseloop.engine.group_rules import GroupRules, parameter_groups
 from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
 from phaseloop.engine.schedules.schedule import keyed
 
@@ -138,7 +138,9 @@ def _torch_schedule(
         made: LRScheduler = _make_scheduler(spec, components, key, optimizer)
         return made
 
-    return TorchSchedule(make, **_taken(spec, _TORCHS, key), key=key)
+    schedule = TorchSchedule(make, **_taken(spec, _TORCHS, key), key=key)
+    schedule.check_kind(components.target(spec, registry.schedules, key, None))
+    return schedule
 
 
 def _make_scheduler(
