@@ -27,8 +27,10 @@ from phaseloop import (
     Source,
     Task,
     TensorData,
+    Warmup,
 )
 from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.schedules import constant
 from phaseloop.hooks.learning_rate import LearningRate
 from tests.contract.test_res import finish, go, ids_of_epoch
 from tests.rigs import r1
@@ -291,6 +293,18 @@ def test_ga_a_schedules_are_spread_over_the_exact_number_of_updates() -> None:
     data = Data(numbers(range(10)), {1: 4, 2: 10})
     train(r0([0], 1, train=data, epochs=3, schedule=Schedule(build)), rate=LearningRate())
     assert asked[-5:] == [0.0, 1 / 5, 2 / 5, 3 / 5, 4 / 5]
+
+
+def test_ga_a_a_warm_up_in_epochs_ends_where_they_end() -> None:
+    """Epochs of 10, 5 and 5 updates: a warm-up of one is 10 updates long, and not 20 / 3."""
+    task = r1.make_task(
+        None, train=Data(Points(), {1: 4, 2: 8}), epochs=3,
+        schedule=Schedule(constant(), warmup=Warmup(start=0.0, epochs=1)),
+    )  # fmt: skip
+    rates = watch("on_update", lambda task: task.optimizers["optimizer"].param_groups[0]["lr"])
+    train(task, rates=rates, hook=LearningRate())
+    expected = [0.1 * n / 10 for n in range(10)] + [0.1] * 10
+    assert rates.seen == pytest.approx(expected)
 
 
 def test_ga_b_the_warning_goes_by_the_largest_size(caplog: pytest.LogCaptureFixture) -> None:
