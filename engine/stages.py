@@ -136,7 +136,7 @@ class Stages:
         origin = Origin(progress.stage_epochs, progress.stage_updates, progress.stage_seconds)
         task.plan = self.plan(number, origin)
         task.freezing.release(OWNER)
-        if stage.freeze:
+        if stage.freeze and task.optimizers:
             key = f"phases.{stage.name}.freeze" if stage.name else "phases.freeze"
             matched = task.freezing.match(stage.freeze, key)
             task.freezing.check_left(task.trainable, matched, key)

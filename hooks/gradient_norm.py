@@ -42,8 +42,10 @@ class GradientNorm(Hook):
         if self._due(task):
             if self._is_measured(task) and task.gradient_norm is not None:
                 self._norms = {"gradient_norm": task.gradient_norm}
+            # Optimizers that take turns have gradients, and norms, of their own.
+            own = f"{', '.join(task.stepping)}/" if len(task.optimizers) > 1 else ""
             for name, norm in self._norms.items():
-                task.record(name, norm)
+                task.record(own + name, norm)
             self._norms = {}
 
     @staticmethod
@@ -52,9 +54,10 @@ class GradientNorm(Hook):
 
     def _is_measured(self, task: Task) -> bool:
         """Clipping by norm measures it anyway, unless values are clipped before that."""
-        settings = task.gradients
+        settings = task.clipping[task.stepping[0]]
         return (
-            settings.clip_norm is not None
+            len(task.stepping) == 1
+            and settings.clip_norm is not None
             and settings.clip_value is None
             and settings.norm_type == self.norm_type
             and not self.per_parameter

@@ -158,7 +158,7 @@ class NonFinite(Hook):
         return told
 
     def _sees_gradients(self, task: Task) -> bool:
-        return self.gradients or task.gradients.clip_norm is not None
+        return self.gradients or any(s.clip_norm is not None for s in task.clipping.values())
 
 
 _HELP = (
