@@ -65,8 +65,11 @@ class NonFinite(Hook):
         loss = task.loss
         if loss is not None:
             loss = loss.detach()
-            self._samples.append(task.batch.indices)
-            self._losses.append(loss)
+            if self._samples and self._samples[-1] is task.batch.indices:  # a part of a loss
+                self._losses[-1] = self._losses[-1] + loss
+            else:
+                self._samples.append(task.batch.indices)
+                self._losses.append(loss)
             if self.policy == "stop":
                 self._watch(task, "the loss", loss, self._samples[-1:])
 
