@@ -15,7 +15,10 @@ if not __name__.startswith("phaseloop."):
 if TYPE_CHECKING:
     from phaseloop.engine.backends import Backend, Single
     from phaseloop.engine.data.batch import Batch
+    from phaseloop.engine.data.batch_transforms import CutMix, MixUp, MixUpOrCutMix
+    from phaseloop.engine.data.mix import Mix, Source
     from phaseloop.engine.data.reader import TensorData
+    from phaseloop.engine.data.samplers import Sampler
     from phaseloop.engine.data.source import Data
     from phaseloop.engine.errors import (
         CheckpointError,
@@ -28,11 +31,17 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
+    from phaseloop.engine.lars import LARS
+    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
+    from phaseloop.engine.model_options import Compile, ModelOptions
     from phaseloop.engine.phases import Phase, Phases
+    from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
         register_backend,
+        register_batch_transform,
         register_collate,
         register_criterion,
         register_dataset,
@@ -40,29 +49,41 @@ if TYPE_CHECKING:
         register_meter,
         register_model,
         register_optimizer,
+        register_sampler,
         register_schedule,
+        register_to_device,
         register_train_step,
     )
-    from phaseloop.engine.schedules import Schedule, Warmup
-    from phaseloop.engine.settings import Gradients, Run
+    from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
+    from phaseloop.engine.settings import Debug, Gradients, Run
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
 
 _PLACES = {
     "backends": ["Backend", "Single"],
     "data.batch": ["Batch"],
+    "data.batch_transforms": ["CutMix", "MixUp", "MixUpOrCutMix"],
+    "data.mix": ["Mix", "Source"],
     "data.reader": ["TensorData"],
+    "data.samplers": ["Sampler"],
     "data.source": ["Data"],
     "errors": [
         "CheckpointError", "ConfigError", "DataError", "MetricError", "NoBatchError",
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
+    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "lars": ["LARS"],
+    "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
+    "precision": ["Precision"],
     "progress": ["Progress"],
     "registry": [
         "register_backend",
+        "register_batch_transform",
         "register_collate",
         "register_criterion",
         "register_dataset",
@@ -70,11 +91,14 @@ _PLACES = {
         "register_meter",
         "register_model",
         "register_optimizer",
+        "register_sampler",
         "register_schedule",
+        "register_to_device",
         "register_train_step",
     ],
-    "schedules": ["Schedule", "Warmup"],
-    "settings": ["Gradients", "Run"],
+    "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
+    "settings": ["Debug", "Gradients", "Run"],
+    "stages": ["Stage"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],
 }  # fmt: skip
@@ -82,18 +106,29 @@ _PLACES = {
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "LARS",
     "Accuracy",
     "Backend",
     "Batch",
     "CheckpointError",
+    "Compile",
     "ConfigError",
+    "CutMix",
     "Data",
     "DataError",
+    "Debug",
     "Gradients",
+    "GroupRules",
     "Hook",
+    "LayerDecay",
+    "LossScale",
     "Mean",
     "Meter",
     "MetricError",
+    "Mix",
+    "MixUp",
+    "MixUpOrCutMix",
+    "ModelOptions",
     "NoBatchError",
     "NonFiniteError",
     "Order",
@@ -101,16 +136,24 @@ __all__ = [
     "Phase",
     "PhaseloopError",
     "Phases",
+    "Precision",
     "Progress",
     "RegistryError",
     "Run",
+    "Sampler",
+    "ScaleWithBatch",
     "Schedule",
     "Single",
+    "Source",
+    "Stage",
     "Task",
     "TensorData",
+    "TorchSchedule",
     "Trainer",
     "Warmup",
+    "parameter_groups",
     "register_backend",
+    "register_batch_transform",
     "register_collate",
     "register_criterion",
     "register_dataset",
@@ -118,7 +161,9 @@ __all__ = [
     "register_meter",
     "register_model",
     "register_optimizer",
+    "register_sampler",
     "register_schedule",
+    "register_to_device",
     "register_train_step",
 ]
 

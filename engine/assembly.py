@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
+from phaseloop.engine import optimizers
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
-from phaseloop.engine.gradients import Accumulator, clear
-from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
-from phaseloop.engine.registry import train_steps
-from phaseloop.engine.schedules import Rates, Schedule
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.gradients import clear
+from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
+from phaseloop.engine.phases import TRAIN, Phases
+from phaseloop.engine.precision import Precision
+from phaseloop.engine.schedules import Schedule, TorchSchedule
+from phaseloop.engine.settings import Debug, Gradients, Run
 
 if TYPE_CHECKING:
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -28,29 +32,75 @@ log = logging.getLogger("phaseloop")
 def check(task: Task) -> None:
     """Raises ConfigError or DataError for what is wrong with a task by itself."""
     _check_types(task)
-    task.phases.check()
-    task.gradients.check()
+    task.debug.check()
+    for number, stage in enumerate(task.whole_phases):
+        stage.check(f"phases.{number}" if len(task.whole_phases) > 1 else "phases")
+    for settings in optimizers.all_clipping(task.gradients):
+        settings.check()
     task.run.check()
+    task.model_options.check()
+    task.model_options.check_model(task.bare_model)
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
-    if task.train_data is None and not task.test_data:
+    trained = training_data(task)
+    if not trained and not task.test_data:
         raise ConfigError("data", "there is neither training nor test data")
-    if task.train_data is not None:
-        task.train_data.check("data.train", train=True)
-    for name, data in task.test_data.items():
-        data.check("data.test" if name == "test" else f"data.test.{name}", train=False)
+    for key, data in {**trained, **_test_keys(task)}.items():
+        data.open(task.seed, key)
+        data.check(key, train=key in trained)
+
+
+def shortened(task: Task) -> list[Stage]:
+    """The stages, each of one epoch where this is a quick try."""
+    if task.debug.fast is None:
+        return task.whole_phases
+    fields = [field.name for field in dataclasses.fields(Phases)]
+    changes = {**{name: getattr(Phases(), name) for name in fields}, "epochs": 1}
+    return [dataclasses.replace(stage, **changes) for stage in task.whole_phases]
+
+
+def training_data(task: Task) -> dict[str, Data]:
+    """Each set of training data by its place in the configuration; those of stages come last."""
+    found = {} if task.train_data is None else {"data.train": task.train_data}
+    for stage in task.whole_phases:
+        if stage.train is not None:
+            found[f"phases.{stage.name}.data.train" if stage.name else "data.train"] = stage.train
+    return found
+
+
+def _test_keys(task: Task) -> dict[str, Data]:
+    alone = list(task.test_data) == ["test"]
+    return {"data.test" if alone else f"data.test.{n}": d for n, d in task.test_data.items()}
+
+
+def meters_of(
+    name: str, test_meters: Mapping[str, Any], test_data: Mapping[str, Data]
+) -> dict[str, Any]:
+    """The meters of one test set: its own, if it has any, else those of all sets."""
+    own = test_meters.get(name)
+    if name in test_data and isinstance(own, Mapping):
+        return dict(own)
+    return {
+        key: meter
+        for key, meter in test_meters.items()
+        if not (key in test_data and isinstance(meter, Mapping))
+    }
 
 
 def _check_types(task: Task) -> None:
     """What a Python user mixes up most easily, in a sentence and not an AttributeError later."""
     wanted: list[tuple[str, object, type]] = [
-        ("phases", task.phases, Phases),
         ("model", task.bare_model, nn.Module),
-        ("gradients", task.gradients, Gradients),
+        *(("gradients", given, Gradients) for given in optimizers.all_clipping(task.gradients)),
+        ("precision", task.precision, Precision),
         ("run", task.run, Run),
+        ("debug", task.debug, Debug),
+        ("model_options", task.model_options, ModelOptions),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
-        *(("schedule", schedule, Schedule) for schedule in task.schedules),
     ]
+    for schedule in optimizers.all_schedules(task.schedules):
+        if not isinstance(schedule, TorchSchedule):
+            wanted.append(("schedule", schedule, Schedule))
     if task.train_data is not None:
         wanted.append(("train", task.train_data, Data))
     for name, given, cls in wanted:
@@ -58,18 +108,6 @@ def _check_types(task: Task) -> None:
             raise ConfigError(
                 name, f"a {type(given).__name__} was given where a {cls.__name__} is due"
             )
-
-
-def resolve_step(step: str | Callable[[Any], None]) -> tuple[Callable[[Any], None], bool]:
-    """The step to call, and whether it declared to call the model as a whole."""
-    if isinstance(step, str):
-        entry = train_steps.get(step)
-        made = entry.target() if isinstance(entry.target, type) else entry.target
-        return made, bool(entry.declared["whole_model_forward"])
-    if not callable(step):
-        raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
-    declared = next((e for e in train_steps if e.target in (step, type(step))), None)
-    return step, bool(declared and declared.declared["whole_model_forward"])
 
 
 def build(task: Task) -> None:
@@ -84,21 +122,27 @@ def build(task: Task) -> None:
         log.warning("the model is in evaluation mode and is trained so; call model.train()")
     task.backend.setup()
     _place_modules(task)
+    task.precision.start(task.device)
     task.freezing.begin()
-    task.optimizers = _make_optimizers(task)
-    task.find_parameters()
+    optimizers.make(task)
     if task.optimizers and task.freezing.for_good():
         task.freezing.check_left(task.trainable, task.freezing.match((), "freeze"), "freeze")
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)
     _make_loaders(task)
-    _plan(task)
+    task.stages.enter()
+    for step, _ in task.stages.steps:
+        if callable(check_step := getattr(step, "check", None)):
+            check_step(task)  # what it needs of the task is missed now, and not at its first call
+    _say_debug(task)
 
 
 def _place_modules(task: Task) -> None:
     task.precision.prepare(task.bare_model)
+    lay_out(task.bare_model, task.model_options)
     task.model = task.backend.prepare_model(task.bare_model)
+    compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
         task.precision.prepare(task.criterion_module)
         task.criterion_module.to(task.device)
@@ -106,50 +150,83 @@ def _place_modules(task: Task) -> None:
         meters.to(task.device)
 
 
-def _make_optimizers(task: Task) -> dict[str, Optimizer]:
-    given = task.given_optimizer
-    if given is None:
-        if task.train_data is not None:
-            raise ConfigError("optimizer", "training needs an optimizer")
-        return {}
-    if isinstance(given, type) or not (isinstance(given, (Optimizer, Mapping)) or callable(given)):
-        raise ConfigError(
-            "optimizer",
-            "give an optimizer, several by name, or a function of the model that makes them",
-        )
-    made = given if isinstance(given, (Optimizer, Mapping)) else given(task.bare_model)
-    named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
-    return {name: task.backend.prepare_optimizer(o) for name, o in named.items()}
-
-
 def _make_loaders(task: Task) -> None:
-    train = task.train_data
-    training = {} if train is None else {TRAIN: train}
     # Numbered among its kind: a test draws the same whether there is training data or not.
-    sources = [*enumerate(training.items()), *enumerate(task.test_data.items())]
-    for number, (name, data) in sources:
-        task.loaders[name] = Loader(
-            data,
-            train=name == TRAIN,
-            source=number,
-            seed=task.seed,
-            device=task.device,
-            world_size=task.backend.world_size,
-            rank=task.backend.rank,
-        )
-    if train is not None and len(train.dataset) < train.batch_size:
+    trained: dict[int, Loader] = {}
+    for number, (key, data) in enumerate(training_data(task).items()):
+        if id(data) not in trained:
+            trained[id(data)] = _loader(task, data, key, number, train=True)
+            _warn_about_batches(data, trained[id(data)], key, task.backend.world_size)
+    for number, ((key, data), name) in enumerate(
+        zip(_test_keys(task).items(), task.test_data, strict=True)
+    ):
+        task.loaders[name] = _loader(task, data, key, number, train=False)
+    for stage, (_, facts) in zip(task.stages.given, task.stages.steps, strict=True):
+        data_of_stage = task.stages.data(stage)
+        loader = None if data_of_stage is None else trained[id(data_of_stage)]
+        task.stages.loaders.append(loader)
+        if loader is not None and facts.one_piece:
+            _check_one_piece(loader)
+    if task.stages.loaders[0] is not None:
+        task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
+
+
+def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> Loader:
+    return Loader(
+        data,
+        train=train,
+        source=number,
+        seed=task.seed,
+        device=task.device,
+        world_size=task.backend.world_size,
+        rank=task.backend.rank,
+        key=key,
+        at_most=task.debug.overfit if train and task.debug.overfit else task.debug.fast,
+        repeat=train and task.debug.overfit is not None,
+    )
+
+
+def _warn_about_batches(data: Data, loader: Loader, key: str, processes: int) -> None:
+    largest = max(data.sizes.values())
+    if loader.samples < largest:
         log.warning(
-            "data.train: %d samples are fewer than batch_size %d: each epoch is one smaller update",
-            len(train.dataset),
-            train.batch_size,
+            "%s: %d samples are fewer than batch_size %d: each epoch is one smaller update",
+            key,
+            loader.samples,
+            largest,
+        )
+    pieces = processes * max(len(plan.window(0).pieces) for plan in loader.plans.values())
+    if data.batch_transform is not None and pieces > 1:
+        log.warning(
+            "%s.batch_transform mixes samples of one micro-batch, and a batch is cut into "
+            "%d: that is another update than the whole batch would make",
+            key,
+            pieces,
         )
 
 
-def _plan(task: Task) -> None:
-    trains = TRAIN in task.loaders and not task.test_only
-    windows = task.loaders[TRAIN].windows if trains else 0
-    task.plan = PhasePlan(task.phases, windows, list(task.test_data))
-    for schedule in task.schedules:
-        schedule.plan(task.plan.updates, task.plan.epochs)
-    task.unset_rates = bool(task.schedules)
-    task.rates = {name: Rates(o, task.schedules) for name, o in task.optimizers.items()}
+def _check_one_piece(loader: Loader) -> None:
+    """Steps that make several optimizer steps, or call a closure, do so on a whole batch."""
+    plans = list(loader.plans.values())
+    pieces = max(len(plan.window(0).pieces) for plan in plans)
+    if pieces > 1:
+        key = "micro_batch_size" if plans[0].accumulate is None else "accumulate"
+        raise ConfigError(
+            f"data.train.{key}",
+            f"it cuts a batch into {pieces} micro-batches, and this train step works on whole "
+            f"batches only; leave it out",
+        )
+
+
+def _say_debug(task: Task) -> None:
+    if task.debug.fast is not None:
+        log.info(
+            "debug.fast: %d batches of each phase, one epoch, schedules as in the whole training; "
+            "nothing is saved",
+            task.debug.fast,
+        )
+    if task.debug.overfit is not None and TRAIN in task.loaders:
+        log.info(
+            "debug.overfit: every epoch is the same %d batches of training data, and no others",
+            task.loaders[TRAIN].windows,
+        )

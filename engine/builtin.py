@@ -1,13 +1,19 @@
-"""Torch's own optimizers and losses under short names, as PyTorch's documentation lists them."""
+"""Torch's own optimizers and losses under short names, as PyTorch's documentation lists them.
+
+Beside torch's optimizers there is LARS.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from phaseloop.engine.lars import LARS
 from phaseloop.engine.registry import register_criterion, register_optimizer
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -17,6 +23,7 @@ OPTIMIZERS = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rmsprop": torch.optim.RMSprop,
+    "lars": LARS,
 }
 
 CRITERIA = {

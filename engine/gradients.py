@@ -1,152 +1,155 @@
-"""From the loss to the update: weighting, clipping, the optimizers, in one fixed order."""
+"""From gradients to the update: weighting, clipping, the optimizers, in one fixed order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.plan import Window
-from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
-
-class Accumulator:
-    """What has been done in the window at hand, and how each loss has to be weighted.
-
-    A loss is the mean over its micro-batch's samples (or over the weight that the step gives).
-    The batch's mean is sum(n_i * mean_i) / sum(n_i): so a loss is multiplied by n_i over the
-    batch's samples before backward, and by nothing when that is 1. With explicit weights the sum
-    is known only at the window's end, and the gradients are divided once then.
-
-    Attributes:
-        taken: micro-batches of the window that were handed out or found empty.
-        closed: no window is open.
-        applied: the window's update was made, or skipped.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.begin(Window((), 0, 0))
-        self.closed = True
-
-    def begin(self, window: Window) -> None:
-        """Start a window; nothing of the one before is kept."""
-        self.closed = False
-        self.window = window
-        self.taken = 0
-        self.applied = False
-        self._contributed = 0
-        self._last: Batch | None = None
-        self._explicit: Tensor | float | None = None
-
-    @property
-    def full(self) -> bool:
-        """Every micro-batch of the window was taken."""
-        return self.taken == len(self.window.pieces)
-
-    @property
-    def has_gradients(self) -> bool:
-        """At least one backward was run in this window."""
-        return self._last is not None
-
-    def weigh(self, loss: Tensor, batch: Batch, weight: Tensor | float | None) -> Tensor:
-        """The loss as backward has to see it.
-
-        Args:
-            loss: mean loss of the micro-batch, one element.
-            batch: the micro-batch; how many of its samples count is known from the plan.
-            weight: what the loss is a mean over, where it is not over samples.
-
-        Raises:
-            PhaseloopError: some losses of one window have a weight and others have none.
-        """
-        if self._last is not None and (weight is None) != (self._explicit is None):
-            raise PhaseloopError(_MIXED)
-        if self._last is not batch:  # a step may call backward for several parts of a loss
-            self._last = batch
-            self._contributed += batch.weight
-        if weight is None:
-            total = self.window.samples
-            if batch.weight == total:
-                return loss
-            return loss * (batch.weight * self._world_size / total)
-        weight = weight.detach() if isinstance(weight, Tensor) else weight
-        self._explicit = weight if self._explicit is None else self._explicit + weight
-        return loss * weight
-
-    def correction(self) -> Tensor | float | None:
-        """What every gradient has to be multiplied by at the window's end; None: nothing.
-
-        With explicit weights, one over their sum. Otherwise more than 1 only where samples had no
-        part in the window, because the collate function or the step gave nothing for them.
-        """
-        if self._explicit is not None:
-            if isinstance(self._explicit, Tensor):
-                # A window without a valid element has gradients of zero, not 0 / 0.
-                return torch.where(self._explicit == 0, 1.0, 1.0 / self._explicit)
-            return 1.0 / self._explicit if self._explicit else None
-        if 0 < self._contributed < self.window.share:
-            return self.window.share / self._contributed
-        return None
+Closure = Callable[[], Tensor]
 
 
-_MIXED = (
-    "backward(loss, weight=...) and backward(loss) were both used in one window; "
-    "give every micro-batch of a window a weight, or none"
-)
+def apply_update(task: Task, closure: Closure | None = None) -> None:
+    """Everything between the last backward and ``on_update``, for the optimizers at hand.
 
+    Order: average over processes, correct the weighting, unscale, ``on_gradients`` (learning
+    rate, finite check, users' hooks), clip, optimizers, gradients to None, ``on_update``.
 
-def apply_update(task: Task) -> None:
-    """The window's end: everything between the last backward and ``on_update``.
-
-    Order: average over processes, correct the weighting, ``on_gradients`` (learning rate, finite
-    check, users' hooks), clip, optimizers, gradients to None, ``on_update``.
+    Args:
+        closure: makes the gradients and gives the loss, for optimizers that ask for it several
+            times a step. It is called here first, so that hooks see gradients before the
+            optimizer does; the optimizer's own first call gets what came out of that.
     """
     if count_groups(task.optimizers) != task.groups:  # a hook added one inside this window
         task.find_parameters()
+    if task.has_frequencies:
+        task.choose_due()
     parameters = task.trainable
-    task.accumulator.applied = True
     task.skip_reason = task.gradient_norm = None
-    task.backend.reduce_gradients(parameters)
+    if closure is not None:
+        loss = _evaluate(task, closure)
+    else:
+        _complete(task)
+    task.accumulator.applied = task.accumulator.spent = True
+    skipped = _unscale(task) if task.precision.scaler is not None else ()
+    task.hooks.on_gradients(task)
+    if task.skip_reason is not None:
+        task.note_skip(task.skip_reason)
+        moved = False
+    else:
+        if task.clips:
+            _clip(task)
+        if task.unset_rates:
+            _check_rates(task)
+        stepping = task.stepping
+        if skipped:
+            stepping = tuple(name for name in stepping if name not in skipped)
+        for name in stepping:
+            if closure is None:
+                task.backend.optimizer_step(task.optimizers[name])
+            else:
+                task.optimizers[name].step(_Asked(task, closure, loss))  # type: ignore[arg-type]
+        task.moved.update(stepping)
+        task.updated = moved = True
+    clear(parameters)
+    if moved:
+        task.hooks.on_update(task)
+
+
+def _complete(task: Task) -> None:
+    """Make the gradients what the whole batch, over all processes, has for them."""
+    task.backend.reduce_gradients(task.trainable)
     factor = task.accumulator.correction()
     if factor is not None:
-        _scale(parameters, factor)
-    task.hooks.on_gradients(task)
-    if task.skip_reason is None:
-        settings = task.gradients
+        _scale(task.trainable, factor)
+
+
+def _evaluate(task: Task, closure: Closure) -> Tensor:
+    clear(task.trainable)
+    loss = closure()
+    _complete(task)
+    return loss.detach()
+
+
+class _Asked:
+    """The closure as the optimizer sees it: what is known already first, then computed anew."""
+
+    def __init__(self, task: Task, closure: Closure, known: Tensor) -> None:
+        self._task = task
+        self._closure = closure
+        self._known: Tensor | None = known
+
+    def __call__(self) -> Tensor:
+        known, self._known = self._known, None
+        if known is not None:
+            return known
+        task = self._task
+        first, task.measuring = task.loss, False  # the update's loss is that of its beginning
+        try:
+            with torch.enable_grad():
+                loss = _evaluate(task, self._closure)
+            if task.clips:
+                norm = task.gradient_norm
+                _clip(task)
+                task.gradient_norm = norm
+        finally:
+            task.loss, task.measuring = first, True
+        return loss
+
+
+def _unscale(task: Task) -> tuple[str, ...]:
+    """Gradients without the loss scale; the optimizers whose gradients overflowed.
+
+    Here the host waits for the device: one flag for each optimizer.
+    """
+    scaler = task.precision.scaler
+    assert scaler is not None
+    optimizers = {name: task.optimizers[name] for name in task.stepping}
+    overflowed = scaler.unscale(optimizers)
+    reason = f"gradients overflowed at loss scale {scaler.last_scale:g}"
+    if len(overflowed) == len(optimizers):
+        task.skip_update(reason)
+    else:
+        for name in overflowed:
+            task.note_skip(reason, name)
+    return overflowed
+
+
+def _clip(task: Task) -> None:
+    """Each optimizer's gradients by its own settings; ``gradient_norm`` is that of before."""
+    norms: list[Tensor] = []
+    for name in task.stepping:
+        settings, parameters = task.clipping[name], task.parameters_of[name]
         if settings.clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
         if settings.clip_norm is not None:
-            task.gradient_norm = torch.nn.utils.clip_grad_norm_(
+            norm = torch.nn.utils.clip_grad_norm_(
                 parameters, settings.clip_norm, norm_type=settings.norm_type
             )
-        if task.unset_rates:
-            _check_rates(task)
-        for optimizer in task.optimizers.values():
-            task.backend.optimizer_step(optimizer)
-        task.updated = True
-    clear(parameters)
-    if task.updated:
-        task.hooks.on_update(task)
+            norms.append(norm)
+    if norms:
+        task.gradient_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def _check_rates(task: Task) -> None:
     """At the first update: a schedule that nobody applies would be ignored in silence."""
-    if not all(rates.were_set for rates in task.rates.values()):
+    if not all(task.rates[name].were_set for name in task.stepping if name in task.rates):
         raise ConfigError(
             "hooks.learning_rate", "the task has a schedule, and no hook sets the rates by it"
         )
     task.unset_rates = False
 
 
-def clear(parameters: Iterable[torch.nn.Parameter]) -> None:
+def clear(parameters: Iterable[Parameter]) -> None:
     """Set all gradients to None, which costs nothing and keeps unused parameters unused."""
     for parameter in parameters:
         parameter.grad = None
@@ -160,16 +163,16 @@ def count_groups(optimizers: Mapping[str, Optimizer]) -> int:
     return groups
 
 
-def optimized(optimizers: Mapping[str, Optimizer]) -> list[torch.nn.Parameter]:
+def optimized(optimizers: Iterable[Optimizer]) -> list[Parameter]:
     """Every parameter of every optimizer once, in order."""
-    found: dict[int, torch.nn.Parameter] = {}
-    for optimizer in optimizers.values():
+    found: dict[int, Parameter] = {}
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             found.update({id(p): p for p in group["params"]})
     return list(found.values())
 
 
-def _scale(parameters: Iterable[torch.nn.Parameter], factor: Tensor | float) -> None:
+def _scale(parameters: Iterable[Parameter], factor: Tensor | float) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

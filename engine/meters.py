@@ -86,8 +86,15 @@ class Mean(_Sums):
             total=torch.zeros((), dtype=torch.float64), weight=torch.zeros((), dtype=torch.float64)
         )
 
-    def add(self, value: Tensor, weight: float) -> None:
-        """Take in the mean ``value``, a tensor of one element, over ``weight`` samples."""
+    def add(self, value: Tensor, weight: Tensor | float) -> None:
+        """Take in the mean ``value``, a tensor of one element, over ``weight`` samples.
+
+        A weight that is a tensor stays on the device.
+        """
+        if isinstance(weight, Tensor):
+            self._sums["total"].add_(value.double() * weight)
+            self._sums["weight"].add_(weight)
+            return
         self._sums["total"].add_(value, alpha=weight)
         self._sums["weight"].add_(weight)
 
@@ -104,7 +111,8 @@ class Mean(_Sums):
 class Accuracy(_Sums):
     """Share of samples whose target is among the ``top_k`` largest outputs.
 
-    ``update`` takes outputs of shape [B, C] and integer targets of shape [B].
+    ``update`` takes outputs of shape [B, C] and integer targets of shape [B]. Soft targets, shares
+    of the classes of shape [B, C] as mixup makes them, count as their largest class.
     NaN before any sample.
     """
 
@@ -120,6 +128,8 @@ class Accuracy(_Sums):
 
     def update(self, output: Tensor, target: Tensor) -> None:
         output = output.detach()
+        if target.ndim != 1:
+            target = _largest_class(output, target)
         if self.top_k == 1:
             hits = output.argmax(dim=1).eq(target)
         else:
@@ -130,6 +140,16 @@ class Accuracy(_Sums):
 
     def compute(self) -> Tensor:
         return self._sums["correct"].double() / self._sums["count"]
+
+
+def _largest_class(output: Tensor, target: Tensor) -> Tensor:
+    if target.ndim == 2 and target.shape == output.shape:
+        return target.argmax(dim=1)
+    raise ConfigError(
+        "meters.accuracy",
+        f"targets must be class numbers [B] or shares of the classes [B, C], not "
+        f"{list(target.shape)} for outputs of {list(output.shape)}",
+    )
 
 
 class TorchMetric:
@@ -210,14 +230,14 @@ class MeterSet:
         for meter in self._all().values():
             meter.to(device)
 
-    def update(self, loss: Tensor | None, weight: float, output: Any, target: Any) -> None:
-        """Take in a micro-batch: its mean loss over ``weight`` samples, output and target."""
+    def update(self, loss: Tensor | None, weight: Tensor | float, output: Any, target: Any) -> None:
+        """Take in a micro-batch: its mean loss over ``weight`` elements, output and target."""
         if loss is not None:
             self.loss.add(loss, weight)
         for update in self._updates:
             update(output, target)
 
-    def add_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
+    def add_parts(self, parts: Mapping[str, Tensor], weight: Tensor | float) -> None:
         """Take in named parts of the loss."""
         for name, value in parts.items():
             if name not in self.parts:
@@ -228,6 +248,8 @@ class MeterSet:
         """Metric name (``test/accuracy``) to value. Here the host waits for the device."""
         metrics: dict[str, float] = {}
         for key, meter in self._all().items():
+            if key == "loss" and self._only_parts():
+                continue
             value = meter.compute()
             if isinstance(value, Mapping):
                 metrics.update(
@@ -236,6 +258,10 @@ class MeterSet:
             else:
                 metrics[f"{self.name}/{key}"] = _number(key, value)
         return metrics
+
+    def _only_parts(self) -> bool:
+        """The step measured losses that make no sum: those of several optimizers, say."""
+        return bool(self.parts) and not self.loss.state_dict()["weight"]
 
     @property
     def names(self) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from phaseloop.engine import rng
 from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.reader import Reader, Request
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.report import aligned, counted
@@ -138,9 +139,12 @@ def first_input(task: Task) -> Any:
         Whatever the dataset or the collate function raises.
     """
     data = task.train_data or next(iter(task.test_data.values()))
-    request = Request(torch.tensor([0]), rng.mix(task.seed, rng.SAMPLE_TEST), None, 1)
-    sample = to_device(Reader(data.dataset, data.collate)[request], task.device)
-    return Batch(sample, request.indices, 1).input
+    seed = rng.mix(task.seed, rng.SAMPLE_TEST)
+    sources = torch.tensor([0]) if isinstance(data.first, Mix) else None
+    request = Request(torch.tensor([0]), seed, None, 1, sources)
+    batch = Reader(data.first, data.collate)[request]
+    move = data.to_device or to_device
+    return Batch(move(batch, task.device), request.indices, 1).input
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -25,6 +26,14 @@ class Progress:
         tested_at: ``updates`` at the last test that the cadence asked for; -1 before any.
         roll_backs: how often the run was rolled back; the order of the data depends on it.
         saves: checkpoints written at this number of updates.
+        moved: by optimizer, the updates that moved it.
+        ended_early: a step or hook has ended the train phase of ``epoch`` before its data did.
+        ending: why the train phase is to end at the next border; empty: it is not.
+        seconds: wall time spent, over all interruptions; only where a length or cadence asks.
+        tested_seconds: ``seconds`` at the last test that the cadence asked for.
+        stage: number of the stage, from 0.
+        stage_epochs, stage_updates, stage_seconds, stage_moved: ``epoch``, ``updates``,
+            ``seconds`` and ``moved`` at its beginning.
     """
 
     updates: int = 0
@@ -39,6 +48,20 @@ class Progress:
     tested_at: int = -1
     roll_backs: int = 0
     saves: int = 0
+    moved: dict[str, int] = field(default_factory=dict)
+    ended_early: bool = False
+    ending: str = ""
+    seconds: float = 0.0
+    tested_seconds: float = 0.0
+    stage: int = 0
+    stage_epochs: int = 0
+    stage_updates: int = 0
+    stage_seconds: float = 0.0
+    stage_moved: dict[str, int] = field(default_factory=dict)
+
+    def moves_in_stage(self, optimizer: str) -> int:
+        """Updates of the stage that have moved an optimizer."""
+        return self.moved.get(optimizer, 0) - self.stage_moved.get(optimizer, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers as plain Python."""
@@ -57,4 +80,4 @@ class Progress:
                 f"program: the checkpoint was written by another version"
             )
         for name, value in state.items():
-            setattr(self, name, list(value) if isinstance(value, list) else value)
+            setattr(self, name, copy.copy(value))

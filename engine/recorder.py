@@ -16,7 +16,7 @@ from phaseloop.engine.errors import PhaseloopError
 
 _COMPACT_AT = 1024
 
-POSITION = ("phase", "update", "epoch", "time", "event")
+POSITION = ("stage", "phase", "update", "epoch", "time", "event")
 """What every row says of itself; no scalar may be called so."""
 
 
@@ -27,13 +27,25 @@ class _Series:
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
-        self.weights: list[float] = []
+        self.weights: list[Tensor | float] = []
 
     def total(self) -> Tensor:
         """Sum of value times weight, in float64 on the values' device."""
         values = torch.stack(self.values).double()
-        weights = torch.tensor(self.weights, dtype=torch.float64, device=values.device)
-        return torch.dot(values, weights)
+        return torch.dot(values, self._all_weights(values.device))
+
+    def weight(self) -> Tensor | float:
+        """Sum of the weights; a tensor on the device where one of them is."""
+        if any(isinstance(weight, Tensor) for weight in self.weights):
+            return self._all_weights(self.values[0].device).sum()
+        return sum(self.weights)
+
+    def _all_weights(self, device: torch.device) -> Tensor:
+        if not any(isinstance(weight, Tensor) for weight in self.weights):
+            return torch.tensor(self.weights, dtype=torch.float64, device=device)
+        return torch.stack(
+            [torch.as_tensor(w, dtype=torch.float64, device=device) for w in self.weights]
+        )
 
 
 class Recorder:
@@ -55,9 +67,12 @@ class Recorder:
         self._gauges: dict[str, float] = {}
         self._row: dict[str, Any] | None = None
 
-    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Write down ``value``, a detached tensor of shape []; weight 0 is left out."""
-        if weight == 0:
+    def add(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Write down ``value``, a detached tensor of shape []; weight 0 is left out.
+
+        A weight on the device, of shape [], is not looked at before the log point.
+        """
+        if not isinstance(weight, Tensor) and weight == 0:
             return
         series = self._series.get(name)
         if series is None:
@@ -123,16 +138,21 @@ class Recorder:
         if not self._series:
             return {}
         totals = torch.stack([series.total() for series in self._series.values()]).tolist()
+        weights = [float(series.weight()) for series in self._series.values()]
         return {
-            name: total / sum(series.weights)
-            for (name, series), total in zip(self._series.items(), totals, strict=True)
+            name: total / weight
+            for name, total, weight in zip(self._series, totals, weights, strict=True)
+            if weight  # every weight of it was a tensor of 0
         }
 
     @staticmethod
     def _compact(series: _Series) -> None:
         """Replace many values by their sum, on the device, so that memory stays bounded."""
-        weight = sum(series.weights)
-        series.values, series.weights = [series.total() / weight], [weight]
+        weight = series.weight()
+        mean = series.total() / weight
+        if isinstance(weight, Tensor):  # all of them may be 0
+            mean = torch.where(weight == 0, 0.0, mean)
+        series.values, series.weights = [mean], [weight]
 
 
 def _check_name(name: str) -> None:

@@ -94,6 +94,9 @@ hooks = Registry("hook")
 models = Registry("model")
 datasets = Registry("dataset")
 collates = Registry("collate function")
+samplers = Registry("sampler")
+batch_transforms = Registry("batch transform")
+transfers = Registry("to_device function")
 criteria = Registry("criterion")
 meters = Registry("meter")
 optimizers = Registry("optimizer")
@@ -102,7 +105,12 @@ backends = Registry("backend")
 
 
 def register_train_step(
-    name: str, *, whole_model_forward: bool = False, replace: bool = False
+    name: str,
+    *,
+    whole_model_forward: bool = False,
+    takes: str = "micro_batch",
+    one_piece: bool = False,
+    replace: bool = False,
 ) -> Callable[[T], T]:
     """Register a train step: a function of the task, or a class whose instances are called with it.
 
@@ -110,12 +118,21 @@ def register_train_step(
         name: the name for ``train_step:``.
         whole_model_forward: the step calls the model as a whole, once per micro-batch, so that
             a wrapper which reduces gradients while backward runs may be used.
+        takes: ``micro_batch``: it is called for each, and gets it by ``task.next_batch()``;
+            ``window``: it is called once per update, and goes through ``task.window()``.
+        one_piece: it cannot work on a batch that is cut into several micro-batches.
         replace: take the place of an earlier entry.
 
     Raises:
         RegistryError: the name is taken.
     """
-    return train_steps.register(name, replace=replace, whole_model_forward=whole_model_forward)
+    return train_steps.register(
+        name,
+        replace=replace,
+        whole_model_forward=whole_model_forward,
+        takes=takes,
+        one_piece=one_piece,
+    )
 
 
 def register_hook(name: str, *, default: bool = False, replace: bool = False) -> Callable[[T], T]:
@@ -123,9 +140,25 @@ def register_hook(name: str, *, default: bool = False, replace: bool = False) ->
     return hooks.register(name, replace=replace, default=default)
 
 
+def register_sampler(name: str, *, by: str = "targets", replace: bool = False) -> Callable[[T], T]:
+    """Register a sampler; see :class:`phaseloop.engine.data.samplers.Sampler`.
+
+    Args:
+        name: the name for ``data.train.sampler``.
+        by: the dataset's attribute that it goes by, where a configuration names none.
+        replace: take the place of an earlier entry.
+
+    Raises:
+        RegistryError: the name is taken.
+    """
+    return samplers.register(name, replace=replace, by=by)
+
+
 register_model = models.register
 register_dataset = datasets.register
 register_collate = collates.register
+register_batch_transform = batch_transforms.register
+register_to_device = transfers.register
 register_criterion = criteria.register
 register_meter = meters.register
 register_optimizer = optimizers.register

@@ -33,6 +33,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def by_epoch(numbers: Mapping[int, int]) -> str:
+    """``64``; where it changes, ``32, 64 from epoch 5``."""
+    return ", ".join(
+        f"{count:,}" if first == 1 else f"{count:,} from epoch {first}"
+        for first, count in numbers.items()
+    )
+
+
 def aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
     """Lines of a label and a text, the texts below each other."""
     rows = list(rows)

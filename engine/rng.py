@@ -7,6 +7,8 @@ how many draws came before it.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,11 @@ SAMPLE_TRAIN = 0x76D4E8DB74445812
 SAMPLE_TEST = 0x0DAF281F914073DC
 LOADER = 0xD47712CCEB4C7806
 START = 0xCCED28C6DC3F99C2
+MIX_CHOICE = 0xEDD1EEB09EBF9312
+MIX_ORDER = 0xB5B22F6EDA2F72BD
+SAMPLER = 0xB7A56C61657D4E5C
+LIMIT = 0x55EA09E5715D0A8D
+REBUILD = 0xCF44886E54F424CE
 
 _MASK = (1 << 64) - 1
 
@@ -69,6 +76,17 @@ class HostGenerators:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
+
+
+@contextmanager
+def aside(seed: int) -> Iterator[None]:
+    """The three generators seeded afresh within, and as they were behind it."""
+    states = HostGenerators()
+    try:
+        seed_host(seed)
+        yield
+    finally:
+        states.put_back()
 
 
 def host_state() -> dict[str, Any]:

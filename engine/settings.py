@@ -51,9 +51,37 @@ class Gradients:
     norm_type: float = 2.0
     clip_value: float | None = None
 
+    @property
+    def clips(self) -> bool:
+        """Gradients are changed at all."""
+        return self.clip_norm is not None or self.clip_value is not None
+
     def check(self, key: str = "gradients") -> None:
         """Raises ConfigError for a bound that is not positive."""
         for name in ("clip_norm", "clip_value", "norm_type"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{key}.{name}", f"{value} is not greater than 0")
+
+
+@dataclass
+class Debug:
+    """Short cuts for finding out whether something works at all.
+
+    Args:
+        fast: a try from end to end: so many batches of each phase, one epoch, nothing saved.
+        overfit: train on the first so many batches of the first epoch only, the same ones in
+            every epoch.
+    """
+
+    fast: int | None = None
+    overfit: int | None = None
+
+    def check(self, key: str = "debug") -> None:
+        """Raises ConfigError for a number out of range, and when both are given."""
+        for name in ("fast", "overfit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key}.{name}", f"{value} is less than 1")
+        if self.fast is not None and self.overfit is not None:
+            raise ConfigError(f"{key}.overfit", "give fast or overfit, not both")

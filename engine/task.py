@@ -13,33 +13,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phaseloop.engine import assembly, rng
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
-from phaseloop.engine.checkpoint.optimizer_state import check_names, parameter_names
-from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.gradients import Accumulator, apply_update, clear, count_groups, optimized
 from phaseloop.engine.meters import MeterSet
-from phaseloop.engine.phases import TRAIN, PhasePlan, Phases
+from phaseloop.engine.model_options import ModelOptions, release
+from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.run_folder import RunFolder
-from phaseloop.engine.schedules import Rates, Schedule
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
+from phaseloop.engine.settings import Debug, Gradients, Run
 from phaseloop.engine.signals import Signals
+from phaseloop.engine.stages import Stage, Stages, stages_of
+from phaseloop.engine.stepping import Stepping, scalar
 from phaseloop.engine.swapping import Swapping
-from phaseloop.engine.walk import Walk
 
 log = logging.getLogger("phaseloop")
 
+Schedules = Schedule | TorchSchedule | Sequence[Schedule | TorchSchedule]
 MakeOptimizer = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 
 
-class Task(Walk):
+class Task(Stepping):
     """Everything of one training: data, model, loss, optimizers, meters, phases, position.
 
     Args:
@@ -47,18 +49,26 @@ class Task(Walk):
         criterion: called with (output, target), gives the mean loss over the batch, or a mapping
             of named parts whose sum, or whose entry ``loss``, is the loss.
         optimizer: an optimizer, several by name, or a function of the model that makes them.
+        every: by the name of an optimizer, how often it steps: 2 is at every second batch; one of
+            them has to step at every batch.
         train: training data; None: only testing.
         test: test data: one set, called ``test``, or several by name.
-        phases: length and test cadence.
-        schedule: one schedule, or several for different options of the groups.
-        train_meters, test_meters: name to meter, or to a torchmetrics metric.
+        phases: length and test cadence; or several stages, one after the other.
+        schedule: one schedule, or several for different options or groups; or a mapping from an
+            optimizer's name to these.
+        train_meters, test_meters: name to meter, or to a torchmetrics metric. In the second, a
+            mapping under the name of a test set holds that set's own, in place of the others.
         train_step: name of a registered step, or a step itself.
-        gradients: clipping.
+        gradients: clipping, of each optimizer's gradients by themselves; or a mapping from an
+            optimizer's name to it.
         freeze: patterns of parameters, or of modules, that are not trained: ``["backbone.*"]``.
-        precision: ``float32``, ``bfloat16`` (autocast) or ``float64``.
+        precision: ``float32``, ``bfloat16`` or ``float16`` (autocast), ``float64``; or a
+            :class:`Precision`, which may say how losses are scaled.
+        model_options: compilation, memory layout, activation checkpointing.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
+        debug: short cuts for a quick try.
         config: the configuration that the task was made from, as plain Python; kept in every
             checkpoint and compared on a resume.
 
@@ -71,57 +81,67 @@ class Task(Walk):
         self,
         *,
         model: nn.Module,
-        phases: Phases,
+        phases: Phases | Sequence[Stage],
         criterion: Callable[..., Any] | None = None,
         optimizer: Optimizer | Mapping[str, Optimizer] | MakeOptimizer | None = None,
         train: Data | None = None,
         test: Data | Mapping[str, Data] | None = None,
-        schedule: Schedule | Sequence[Schedule] = (),
+        every: Mapping[str, int] | None = None,
+        schedule: Schedules | Mapping[str, Schedules] = (),
         train_meters: Mapping[str, Any] | None = None,
         test_meters: Mapping[str, Any] | None = None,
         train_step: str | Callable[[Any], None] = "standard",
-        gradients: Gradients | None = None,
+        gradients: Gradients | Mapping[str, Gradients] | None = None,
         freeze: Sequence[str] = (),
-        precision: str = "float32",
+        precision: str | Precision = "float32",
+        model_options: ModelOptions | None = None,
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
+        debug: Debug | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.run = run or Run()
+        self.debug = debug or Debug()
         self.seed = seed
         self.config = dict(config or {})
         self.bare_model = model
         self.criterion_module = criterion
-        self.phases = phases
-        self.gradients = gradients or Gradients()
-        self.precision = Precision(precision)
+        self.whole_phases = stages_of(phases)
+        self.phases: Phases = self.whole_phases[0]
+        self.gradients = gradients if gradients is not None else Gradients()
+        self.precision = Precision(precision) if isinstance(precision, str) else precision
+        self.model_options = model_options or ModelOptions()
+        self.changes_input = self.precision.changes_input or self.model_options.channels_last
         self.backend = backend or Single()
         self.train_data = train
         self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
-        self.schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule]
+        self.schedules = schedule
+        self.given_optimizer = optimizer
+        self.given_every = dict(every or {})
         assembly.check(self)
         self.freezing = Freezing(self._named_modules(), freeze)
-        self.train_step, self.whole_model_forward = assembly.resolve_step(train_step)
-        self.given_optimizer = optimizer
-        self.optimizers: dict[str, Optimizer] = {}
+        self.stages = Stages(self, assembly.shortened(self), train_step)
+        self.train_step, self.step_facts = self.stages.steps[0]
         self.rates: dict[str, Rates] = {}
         self.loaders = {}
         self.trainable = []
         self.meter_sets = {TRAIN: MeterSet(TRAIN, train_meters)}
         for name in self.test_data:
             # Every set measures for itself, so each gets meters of its own.
-            self.meter_sets[name] = MeterSet(name, copy.deepcopy(dict(test_meters or {})))
+            own = assembly.meters_of(name, test_meters or {}, self.test_data)
+            self.meter_sets[name] = MeterSet(name, copy.deepcopy(own))
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
         self.signals = Signals(self.run.grace)
         self.swapping = Swapping(model)
         self.averages: dict[str, dict[str, Tensor]] = {}
         self.accumulator = Accumulator(1)
-        self.plan = PhasePlan(phases, 0, list(self.test_data))
+        self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
-        self.folder = RunFolder(Path(self.run.dir)) if self.run.dir is not None else None
+        saves = self.run.dir is not None and self.debug.fast is None
+        self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""
@@ -130,11 +150,6 @@ class Task(Walk):
         self.origins: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}
         self.best: dict[str, float] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model and the batches are."""
-        return self.backend.device
 
     @property
     def primary(self) -> bool:
@@ -153,117 +168,12 @@ class Task(Walk):
 
     @property
     def where(self) -> float:
-        """Position in the training: updates done / updates planned; 1 once it is done."""
-        planned = self.plan.updates
-        return min(1.0, self.progress.updates / planned) if planned else 0.0
+        """Position in the stage: updates done / updates planned; 1 once it is done.
 
-    @property
-    def meters(self) -> MeterSet:
-        """The meters of the phase at hand."""
-        return self.meter_sets[self.phase.name]
-
-    # --- what a train step says ---
-
-    def next_batch(self) -> Batch:
-        """The micro-batch of this step.
-
-        Raises:
-            NoBatchError: the step has already taken what the plan gives it.
+        0 where no number of updates is planned, since the length is a time.
         """
-        batch = self._pending
-        if batch is None:
-            taken, planned = self.accumulator.taken, len(self.accumulator.window.pieces)
-            raise NoBatchError(
-                f"this step asked for another micro-batch; it gets one per call, and this was "
-                f"number {taken} of {planned} in the window of update "
-                f"{self.progress.updates + 1}"
-            )
-        self._pending = None
-        if self.precision.changes_input:
-            batch = Batch(self.precision.cast_input(batch.data), batch.indices, batch.weight)
-        self.batch = batch
-        return batch
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for these inputs, in the configured precision."""
-        if self.precision.changes_forward:
-            with self.precision.autocast(self.device):
-                output = self.model(*args, **kwargs)
-            output = self.precision.widen(output)
-        else:
-            output = self.model(*args, **kwargs)
-        self.output = output
-        self.hooks.on_forward(self)
-        return output
-
-    def criterion(self, output: Any, target: Any) -> Tensor:
-        """The mean loss of the micro-batch; meters are updated.
-
-        Raises:
-            ConfigError: the task has no criterion.
-        """
-        if self.criterion_module is None:
-            raise ConfigError("criterion", "this step needs a criterion, and there is none")
-        result = self.criterion_module(output, target)
-        parts: Mapping[str, Tensor] = {} if isinstance(result, Tensor) else result
-        if not parts:
-            loss: Tensor = result
-        elif "loss" in parts:
-            loss = parts["loss"]
-        else:
-            loss = torch.stack([*parts.values()]).sum()
-        self.measure(loss, output, target, parts)
-        return loss
-
-    def measure(
-        self, loss: Tensor, output: Any, target: Any, parts: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Note a loss that the step computed itself; ``criterion`` does this for its own.
-
-        Args:
-            loss: mean over the micro-batch's samples, one element.
-            output, target: what the meters are given.
-            parts: named parts of the loss, each a mean over samples.
-
-        Raises:
-            ConfigError: the loss or a part of it has more than one element.
-        """
-        self.loss = loss
-        weight = self.batch.weight if self.batch is not None else 0
-        if weight:
-            value = loss.detach() if loss.dim() == 0 else _scalar(loss, "criterion")
-            self.meters.update(value, weight, output, target)
-            if self.train:
-                self.recorder.add("loss", value, weight)
-            if parts:
-                self._measure_parts(parts, weight)
-        self.hooks.on_loss_and_meter(self)
-
-    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
-        """Add this micro-batch's gradients.
-
-        Args:
-            loss: a mean over samples, one element.
-            weight: number of elements that the loss is a mean over, where that is not the number
-                of samples: valid tokens, say. The update is then the mean over all elements of
-                the batch. A loss of weight 0 must still be finite.
-
-        Raises:
-            PhaseloopError: called in a test phase, or before the step took its batch.
-        """
-        batch = self.batch
-        if not self.train or batch is None:
-            raise PhaseloopError(
-                "backward() belongs after next_batch() in a train phase; "
-                "guard it with `if task.train:`"
-            )
-        self.accumulator.weigh(loss, batch, weight).backward()  # type: ignore[no-untyped-call]
-        self.hooks.on_backward(self)
-
-    def update(self) -> None:
-        """Move the parameters, if the window is full; before that, nothing."""
-        if self.train and self.accumulator.full and not self.accumulator.applied:
-            apply_update(self)
+        plan = self.plan
+        return min(1.0, plan.updates_done(self.progress) / plan.updates) if plan.updates else 0.0
 
     # --- what hooks and steps may also say ---
 
@@ -276,13 +186,9 @@ class Task(Walk):
             ConfigError: the tensor has more than one element.
         """
         if isinstance(value, Tensor):
-            self.recorder.add(name, _scalar(value, f"record({name!r})"), weight)
+            self.recorder.add(name, scalar(value, f"record({name!r})"), weight)
         else:
             self.recorder.add(name, torch.tensor(float(value), device=self.device), weight)
-
-    def skip_update(self, reason: str) -> None:
-        """In ``on_gradients``: leave the parameters as they are at this window."""
-        self.skip_reason = reason
 
     def compute_metrics(self) -> None:
         """Sync the meters of the phase at hand over processes and read them, once per phase."""
@@ -326,28 +232,6 @@ class Task(Walk):
         """
         assembly.build(self)
 
-    def find_parameters(self) -> None:
-        """Look up which parameters the optimizers move, again after a group was added.
-
-        Raises:
-            PhaseloopError: one of them has no name, since it is neither the model's nor the
-                criterion's.
-        """
-        names = self.parameter_names()
-        for optimizer in self.optimizers.values():
-            check_names(optimizer, names)
-        self.trainable = optimized(self.optimizers)
-        self.groups = count_groups(self.optimizers)
-
-    def take_added_groups(self) -> None:
-        """At a window's start: move what a hook has added to an optimizer, to unfreeze it, say.
-
-        What its parameters gathered while no optimizer had them is no part of any update.
-        """
-        if count_groups(self.optimizers) != self.groups:
-            self.find_parameters()
-            clear(self.trainable)
-
     def seed_all(self) -> None:
         """Start every generator of this process afresh, from the seed and the rank alone."""
         seed = rng.mix(self.seed, rng.START, self.backend.rank)
@@ -370,18 +254,12 @@ class Task(Walk):
             self.random_before_test = None
 
     def close(self) -> None:
-        """End worker processes and leave the other processes."""
+        """End worker processes, leave the other processes, and give the model back as it was."""
         self.drop_batches()  # they hold on to the workers
         for loader in self.loaders.values():
             loader.close()
+        release(self.bare_model, self.model_options)
         self.backend.teardown()
-
-    def _measure_parts(self, parts: Mapping[str, Tensor], weight: float) -> None:
-        named = {name: _scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
-        self.meters.add_parts(named, weight)
-        if self.train:
-            for name, part in named.items():
-                self.recorder.add(f"loss/{name}", part, weight)
 
     def _keep_best(self, name: str, value: float) -> None:
         higher = self.direction(name)
@@ -390,12 +268,3 @@ class Task(Walk):
         best = self.best.get(name)
         if best is None or (value > best if higher else value < best):
             self.best[name] = value
-
-
-def _scalar(value: Tensor, key: str) -> Tensor:
-    """``value`` without its graph, in shape []."""
-    if value.numel() != 1:
-        raise ConfigError(
-            key, f"a tensor of shape {list(value.shape)} is not one number; take its mean"
-        )
-    return value.detach().reshape(())

@@ -103,8 +103,9 @@ class Trainer:
 
     def _walk(self) -> None:
         """The loop."""
-        task, hooks, train_step = self.task, self.hooks, self.task.train_step
+        task, hooks = self.task, self.hooks
         while task.advance_phase():
+            train_step = task.train_step
             if task.phase.fresh:
                 task.phase.fresh = False
                 hooks.on_phase_start(task)

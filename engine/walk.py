@@ -7,26 +7,32 @@ phases, so that nothing can ever be saved half-moved.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.gradients import Accumulator, apply_update, clear
+from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
-from phaseloop.engine.phases import TRAIN, Phase, PhasePlan
+from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
 from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
+    from phaseloop.engine.precision import Precision
+    from phaseloop.engine.stages import Stages
+    from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -40,6 +46,7 @@ class Walk:
     Attributes:
         phase: the phase at hand.
         train: it is a train phase.
+        meters: the meters of the phase at hand.
         updated: this step closed an update that counted.
         loss: the step's loss; detached by ``commit``.
         output: the model's output, until the end of the step.
@@ -48,6 +55,7 @@ class Walk:
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
+        moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
     """
 
@@ -55,6 +63,7 @@ class Walk:
     plan: PhasePlan
     loaders: dict[str, Loader]
     meter_sets: dict[str, MeterSet]
+    meters: MeterSet
     recorder: Recorder
     accumulator: Accumulator
     signals: Signals
@@ -64,6 +73,9 @@ class Walk:
     trainable: list[nn.Parameter]
     groups: int
     unset_rates: bool
+    stages: Stages
+    step_facts: StepFacts
+    precision: Precision
 
     def __init__(self) -> None:
         self.phase = Phase(TRAIN, True, 0, 0)
@@ -72,7 +84,7 @@ class Walk:
         self.loss: torch.Tensor | None = None
         self.output: Any = None
         self.batch: Batch | None = None
-        self.gradient_norm: torch.Tensor | None = None
+        self.moved: set[str] = set()
         self.skip_reason: str | None = None
         self.stop_reason = ""
         self.carry: Any = None
@@ -81,6 +93,10 @@ class Walk:
         self.test_entry: dict[str, Any] | None = None
         self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
+        self._window: list[Batch] = []
+        self._skips: list[dict[str, str]] = []
+        self._last_skip = ""
+        self._clock: float | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -94,25 +110,37 @@ class Walk:
         if self.stopping:
             return False
         self.leave_phase()
-        if not self.plan.windows_per_epoch and self.progress.tested_at < 0:
-            self.make_tests_due()  # there is only testing to do
-        if self.progress.tests_due:
-            self._enter_test(self.progress.tests_due[0])
-        elif self.progress.epoch_open:
+        progress = self.progress
+        if self.plan.keeps_time:
+            self._keep_time()
+        if not progress.tests_due and not progress.epoch_open:
+            while self.plan.train_is_over(progress) and not self._tests_only():
+                if not self.stages.go_on():
+                    return False
+            if self._tests_only() or self.plan.test_due_at_start(progress):
+                self.make_tests_due()
+        if progress.tests_due:
+            self._enter_test(progress.tests_due[0])
+        elif progress.epoch_open:
             self._enter_train()
-        elif self.plan.train_is_over(self.progress):
-            return False
         else:
             self._begin_epoch()
             self._enter_train()
         return True
+
+    def _tests_only(self) -> bool:
+        """There is only testing to do, and it is still to be done."""
+        return not self.plan.trains and self.progress.tested_at < 0
 
     @property
     def over(self) -> bool:
         """Nothing is left to do: every update made, every test run."""
         progress = self.progress
         return (
-            self.plan.train_is_over(progress) and not progress.epoch_open and not progress.tests_due
+            self.plan.train_is_over(progress)
+            and not progress.epoch_open
+            and not progress.tests_due
+            and progress.stage + 1 == len(self.stages.given)
         )
 
     @property
@@ -134,27 +162,41 @@ class Walk:
         elif not self.stop_reason:
             self.stop_reason = reason
 
+    def end_phase(self, reason: str) -> None:
+        """End the phase at hand at the next border: the rest of its data is left out.
+
+        Its phase-end hooks are called as ever, and what comes after it comes. In a train phase
+        the epoch counts as one.
+        """
+        if self.train:
+            self.progress.ending = self.progress.ending or reason
+        else:
+            self.phase.ending = True
+        log.info("%s ends early: %s", self.phase.name, reason)
+        self.recorder.event("end_phase", update=self.progress.updates, reason=reason)
+
     def _begin_epoch(self) -> None:
         """The next epoch, or the rest of one that ended early when the run was planned shorter."""
         progress = self.progress
         if not self.plan.epoch_is_unfinished(progress):
             progress.epoch += 1
             progress.windows = 0
+        progress.ended_early = False
         progress.epoch_open = True
         self.meter_sets[TRAIN].reset()
         self.carry = None
         self._train_batches = None
         self._train_phase = Phase(
-            TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows
+            TRAIN, True, progress.epoch, self.plan.windows_in(progress.epoch), progress.windows
         )
 
     def _enter_train(self) -> None:
         progress = self.progress
         if self._train_phase is None:  # in a new process, in the middle of an epoch
-            self._train_phase = Phase(
-                TRAIN, True, progress.epoch, self.plan.windows_per_epoch, progress.windows, False
-            )
+            windows = self.plan.windows_in(progress.epoch)
+            self._train_phase = Phase(TRAIN, True, progress.epoch, windows, progress.windows, False)
         self.phase = self._train_phase
+        self.meters = self.meter_sets[TRAIN]
         self.train = True
         self._batches = self._train_batches
         self.freezing.apply()
@@ -167,7 +209,8 @@ class Walk:
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._train_carry, self.carry = self.carry, None
-        self.meter_sets[name].reset()
+        self.meters = self.meter_sets[name]
+        self.meters.reset()
         self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
         self.train = False
         self._batches = None
@@ -197,6 +240,7 @@ class Walk:
         if self.train:
             self._check_skips()
             progress.epoch_open = False
+            progress.ended_early, progress.ending = bool(progress.ending), ""
             self._train_phase = self._batches = None
             if self.plan.test_due_at_epoch_end(progress):
                 self.make_tests_due()
@@ -208,16 +252,17 @@ class Walk:
     def _check_skips(self) -> None:
         """Without this, a run whose length is in updates might go on for ever."""
         skipped = self.progress.skipped_in_a_row
-        if skipped >= max(_HOPELESS, 2 * self.plan.windows_per_epoch):
+        if skipped >= max(_HOPELESS, 2 * self.plan.windows_in(self.progress.epoch)):
             raise DataError(
                 f"the last {skipped} windows were all skipped, which is two epochs or more; "
-                f"the last because {self.skip_reason}"
+                f"the last because {self._last_skip}"
             )
 
     def make_tests_due(self) -> None:
         """Every test set is run before training goes on."""
         self.progress.tests_due = list(self.plan.test_sets)
         self.progress.tested_at = self.progress.updates
+        self.progress.tested_seconds = self.progress.seconds
 
     # --- between batches ---
 
@@ -232,8 +277,10 @@ class Walk:
 
     def _goes_on(self) -> bool:
         phase = self.phase
-        if phase.position >= phase.windows or (
-            self.train and self.plan.length_reached(self.progress)
+        if (
+            phase.position >= phase.windows
+            or phase.ending
+            or (self.train and (self.progress.ending or self.plan.length_reached(self.progress)))
         ):
             phase.done = True
             self._finish_phase()
@@ -263,8 +310,14 @@ class Walk:
             if self.train:
                 self.take_added_groups()
         accumulator.taken += 1
-        self._pending = batch
-        self.step_is_empty = batch is None
+        if self.step_facts.takes_window:
+            batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
+            accumulator.taken = len(batches)
+            self._window = [batch for batch in batches if batch is not None]
+            self.step_is_empty = not self._window
+        else:
+            self._pending = batch
+            self.step_is_empty = batch is None
         return True
 
     # --- after a step ---
@@ -282,11 +335,14 @@ class Walk:
             return
         progress = self.progress
         self.changed = True
-        progress.steps += 1
+        takes_window = self.step_facts.takes_window
+        progress.steps += accumulator.taken if takes_window else 1
         if not accumulator.full:
             return
-        if not accumulator.applied:
-            self._close_short_window()
+        if not accumulator.applied or takes_window:
+            self._close_window()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
         accumulator.closed = True
         progress.windows += 1
         progress.samples += accumulator.window.samples
@@ -295,27 +351,55 @@ class Walk:
             progress.updates += 1
             progress.skipped_in_a_row = 0
             progress.saves = 0
+            for name in self.moved:
+                progress.moved[name] = progress.moved.get(name, 0) + 1
+            self.moved.clear()
             self.recorder.tick(progress.updates)
+            if self.plan.keeps_time:
+                self._keep_time()
             if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
                 self.make_tests_due()
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
-            self._note_skip()
+        if self._skips:
+            self._record_skips()
 
-    def _close_short_window(self: Task) -> None:  # type: ignore[misc]
-        """The window's last micro-batch had no part in it; the others may have had."""
-        if self.accumulator.has_gradients:
+    def _keep_time(self) -> None:
+        """Add the wall time since the last call; the first in a process begins to count."""
+        now = time.monotonic()
+        if self._clock is not None:
+            self.progress.seconds += now - self._clock
+        self._clock = now
+
+    def _close_window(self: Task) -> None:  # type: ignore[misc]
+        """What the step has left open: its last micro-batch may have had no part in the window."""
+        if self.step_facts.takes_window:
+            for parameters in self.parameters_of.values():
+                clear(parameters)
+            self._window = []
+            if not self.updated and not self._skips:
+                self.note_skip("the step moved no optimizer")
+        elif self.accumulator.has_gradients:
             apply_update(self)
         else:
-            self.skip_reason = "no micro-batch of it gave a loss"
+            self.note_skip("no micro-batch of it gave a loss")
             clear(self.trainable)
 
-    def _note_skip(self) -> None:
-        update = self.progress.updates + 1
-        reason = self.skip_reason or "unknown"
-        log.warning("update %d was skipped: %s", update, reason)
-        self.recorder.event("skip", update=update, reason=reason)
+    def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]
+        """An optimizer, or all at hand, were left out of this window's update."""
+        if not optimizer and len(self.optimizers) > 1:
+            optimizer = ", ".join(self.stepping)
+        self._skips.append({"reason": reason, **({"optimizer": optimizer} if optimizer else {})})
+
+    def _record_skips(self) -> None:
+        update = self.progress.updates + (not self.updated)
+        for skip in self._skips:
+            name = f" for {skip['optimizer']}" if "optimizer" in skip else ""
+            log.warning("update %d was skipped%s: %s", update, name, skip["reason"])
+            self.recorder.event("skip", update=update, **skip)
+        self._last_skip = self._skips[-1]["reason"]
+        self._skips = []
 
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""

@@ -1,16 +1,25 @@
 """Hook ``console``: says what is trained, a line per test or epoch, and how the run ended."""
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
+from phaseloop.engine import plan_report
+from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Hook, Order
-from phaseloop.engine.phases import TRAIN
+from phaseloop.engine.phases import LENGTHS, TRAIN
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.report import Throughput, aligned, counted, duration, learning_rates, number
+from phaseloop.engine.report import (
+    Throughput,
+    aligned,
+    by_epoch,
+    counted,
+    duration,
+    learning_rates,
+    number,
+)
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
@@ -71,16 +80,15 @@ class Console(Hook):
 
     def _line(self, task: Task) -> Iterable[str]:
         progress, plan = task.progress, task.plan
-        if plan.updates:
-            epochs = str(math.ceil(plan.epochs))
-            yield f"epoch {progress.epoch:>{len(epochs)}}/{epochs}"
-            yield f"update {progress.updates:>{len(str(plan.updates))}}"
+        if plan.trains:
+            yield plan_report.epoch(task)
+            yield f"update {progress.updates:>{len(str(task.stages.updates))}}"
         # In mid-epoch the train metrics are those of the epoch before.
-        if plan.updates and not progress.epoch_open:
+        if plan.trains and not progress.epoch_open:
             yield from _metrics(TRAIN, task.metrics)
         if not task.train:
             yield from _metrics(task.phase.name, task.phase.metrics)
-        if plan.updates and (rates := learning_rates(task.optimizers)):
+        if plan.trains and (rates := learning_rates(task.optimizers)):
             yield rates
         speed = self._speed.rate(progress.samples)
         if speed is not None:
@@ -107,12 +115,12 @@ def _header(task: Task) -> Rows:
     rows = [
         ("model", _model(task)),
         ("data", ", ".join(sizes)),
-        ("phases", _phases(task)),
+        *_phases(task),
         ("machine", _machine(task)),
         ("run folder", str(task.folder.path) if task.folder else "none: nothing is saved"),
     ]
     if task.resumed and not task.test_only:
-        rows.append(("resumed", _position(task)))
+        rows.append(("resumed", plan_report.position(task)))
     return rows
 
 
@@ -120,34 +128,33 @@ def _model(task: Task) -> str:
     parameters = list(task.bare_model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    text = f"{type(task.bare_model).__name__}, {counted(total, 'parameter')}"
-    return text if trainable == total else f"{text}, {trainable:,} of them trainable"
+    parts = [type(task.bare_model).__name__, counted(total, "parameter")]
+    if trainable != total:
+        parts.append(f"{trainable:,} of them trainable")
+    return ", ".join(parts + task.model_options.describe())
 
 
-def _phases(task: Task) -> str:
-    plan, data = task.plan, task.train_data
-    if data is None or task.test_only:
-        return "test only"
-    epochs = f"{plan.epochs:g} epoch{'' if plan.epochs == 1 else 's'}"
-    parts = [
-        f"{counted(plan.updates, 'update')} in {epochs} of {plan.windows_per_epoch:,}",
-        f"batch size {data.batch_size:,}",
-    ]
+def _phases(task: Task) -> Rows:
+    if task.test_only or not any(plan.trains for plan in task.stages.plans()):
+        return [("phases", "test only")]
+    rows: Rows = []
+    for index, plan in enumerate(task.stages.plans()):
+        name = f"{task.stages.label(index)}: " if task.stages.several else ""
+        data = task.stages.data(task.stages.given[index])
+        parts = [plan_report.length(plan), *([] if data is None else _batch(data))]
+        if tested := plan_report.cadence(plan):
+            parts.append(tested)
+        rows.append(("" if rows else "phases", name + ", ".join(parts)))
+    return rows
+
+
+def _batch(data: Data) -> list[str]:
+    parts = [f"batch size {by_epoch(data.sizes)}"]
     if data.micro_batch_size is not None:
         parts.append(f"micro-batches of {data.micro_batch_size:,}")
     if data.accumulate is not None:
         parts.append(f"{data.accumulate:,} micro-batches each")
-    return ", ".join(parts + _cadence(task))
-
-
-def _cadence(task: Task) -> list[str]:
-    units = {"epoch": task.phases.test_every_epochs, "update": task.phases.test_every_updates}
-    every = [
-        f"every {unit}" if number == 1 else f"every {number:,} {unit}s"
-        for unit, number in units.items()
-        if number is not None
-    ]
-    return [f"test {' and '.join(every)}"] if task.plan.test_sets and every else []
+    return parts
 
 
 def _machine(task: Task) -> str:
@@ -159,15 +166,6 @@ def _machine(task: Task) -> str:
     if processes > 1:
         parts.append(f"{processes:,} processes")
     return ", ".join(parts)
-
-
-def _position(task: Task) -> str:
-    progress, plan = task.progress, task.plan
-    where = "in" if progress.epoch_open else "after"
-    return (
-        f"{where} epoch {progress.epoch} of {math.ceil(plan.epochs)}, "
-        f"after update {progress.updates:,} of {plan.updates:,}"
-    )
 
 
 def _done(task: Task, outcome: Outcome) -> Rows:
@@ -184,8 +182,9 @@ def _done(task: Task, outcome: Outcome) -> Rows:
 def _nothing_done(task: Task, outcome: Outcome) -> Rows:
     amount = f"after {counted(outcome.updates, 'update')}"
     if outcome.status == "finished":
-        lengths = {"epochs": task.phases.epochs, "updates": task.phases.updates}
-        keys = [f"phases.{key} (now {n:,})" for key, n in lengths.items() if n is not None]
+        lengths = {name: getattr(task.phases, name) for name in LENGTHS}
+        stage = f"{task.stages.label(task.progress.stage)}." if task.stages.several else ""
+        keys = [f"phases.{stage}{key} (now {n})" for key, n in lengths.items() if n is not None]
         first = ("already finished", f"{amount}: nothing to do")
         more = f"the same command with a larger {' or '.join(keys)}"
     else:

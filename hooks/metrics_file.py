@@ -72,7 +72,9 @@ class MetricsFile(Hook):
     @staticmethod
     def _position(task: Task) -> dict[str, Any]:
         progress = task.progress
-        return {"phase": task.phase.name, "update": progress.updates, "epoch": progress.epoch}
+        stage = {"stage": task.stages.label(progress.stage)} if task.stages.several else {}
+        place = {"phase": task.phase.name, "update": progress.updates, "epoch": progress.epoch}
+        return {**stage, **place}
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._open is None:

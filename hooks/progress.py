@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from phaseloop.engine import plan_report
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
@@ -88,7 +88,8 @@ class Progress(Hook):
             return
         self._shown = now
         if self._bar is None:
-            done = f"update {task.progress.updates}/{task.plan.updates}"
+            of = f"/{task.stages.updates}" if task.plan.updates else ""
+            done = f"update {task.progress.updates}{of}"
             log.info("epoch %d %s %s", task.progress.epoch, done, " ".join(self._facts(task)))
         else:
             facts = self._facts(task)
@@ -115,26 +116,27 @@ class Progress(Hook):
 
     def _to_go(self, task: Task) -> str:
         speed = self._whole.rate(task.progress.samples)
-        if speed is None or task.train_data is None:
+        if speed is None or not task.plan.updates:
             return ""
-        updates = task.plan.updates - task.progress.updates
-        return f"{duration(updates * task.train_data.batch_size / speed)} to go"
+        samples = sum(_samples(task, number) for number in range(len(task.stages.given)))
+        return f"{duration(samples / speed)} to go"
 
     def _open(self, task: Task) -> None:
         """Begin the bar, once, if there is to be one; the console's header is above it by now."""
-        if self._bar is not None or not task.primary or not task.plan.updates or task.over:
+        if self._bar is not None or not task.primary or not task.plan.trains or task.over:
             return
         if _in_terminal():
             self._every = _BAR_SECONDS
             self._bar = _new_bar()
-            done, planned = task.progress.updates, task.plan.updates
-            self._bar.add_task(_epoch(task), completed=done, total=planned, facts="")
+            done, planned = task.progress.updates, task.stages.updates
+            total = planned if task.plan.updates else None
+            self._bar.add_task(plan_report.epoch(task), completed=done, total=total, facts="")
 
     def _describe(self, task: Task, phase: str = "") -> None:
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0],
-                description=f"{_epoch(task)} {phase}".rstrip(),
+                description=f"{plan_report.epoch(task)} {phase}".rstrip(),
                 completed=task.progress.updates,
                 refresh=True,
             )
@@ -145,8 +147,14 @@ class Progress(Hook):
             self._bar = None
 
 
-def _epoch(task: Task) -> str:
-    return f"epoch {task.progress.epoch}/{math.ceil(task.plan.epochs)}"
+def _samples(task: Task, number: int) -> float:
+    """Samples that are still to be gone through in one stage."""
+    loader, here = task.stages.loaders[number], task.progress.stage
+    if loader is None or number < here:
+        return 0.0
+    plan = task.stages.plans()[number] if number > here else task.plan
+    done = plan.epochs_after(task.progress.updates) if number == here else 0.0
+    return (plan.epochs - done) * loader.samples
 
 
 def _in_terminal() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+SIGNALLED = 128
+"""A signal's number is added to it."""
 
 _HYDRA_FLAGS = ("-m", "--multirun", "-sc", "--shell-completion", "-c", "--cfg", "-i", "--info",
                 "--hydra-help")  # fmt: skip
@@ -67,16 +69,25 @@ def run(overrides: Sequence[str], job_folder: str = "") -> int:
         overrides: ``key=value`` words.
         job_folder: of a multirun: the name of this job's folder below the run's.
     """
-    try:
-        composed = composing.compose(overrides)
-        schema = schemas.check(composed.config)
-        # The same command finds the same folder.
-        if composed.timed_folder and schema.run.resume == "auto":
-            print(TIMED_FOLDER, file=sys.stderr)
-        schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
-        from phaseloop.tools import jobs  # imports torch: only once the keys are right
+    return exit_code(lambda: _run(overrides, job_folder))
 
-        return jobs.run(schema)
+
+def _run(overrides: Sequence[str], job_folder: str) -> int:
+    composed = composing.compose(overrides)
+    schema = schemas.check(composed.config)
+    # The same command finds the same folder.
+    if composed.timed_folder and schema.run.resume == "auto":
+        print(TIMED_FOLDER, file=sys.stderr)
+    schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
+    from phaseloop.tools import jobs  # imports torch: only once the keys are right
+
+    return jobs.run(schema)
+
+
+def exit_code(job: Callable[[], int]) -> int:
+    """What ``job`` returns; where it raises, the code of that kind of error, which is printed."""
+    try:
+        return job()
     except ConfigError as error:
         print(f"wrong configuration: {error}", file=sys.stderr)
         return WRONG_CONFIG

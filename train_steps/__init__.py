@@ -3,6 +3,14 @@
 if not __name__.startswith("phaseloop."):
     raise ImportError("import phaseloop.train_steps, not train_steps")
 
+from phaseloop.train_steps.alternating import Alternating
+from phaseloop.train_steps.closure import closure_train_step
 from phaseloop.train_steps.standard import standard_train_step
+from phaseloop.train_steps.tbptt import TruncatedBackpropagation
 
-__all__ = ["standard_train_step"]
+__all__ = [
+    "Alternating",
+    "TruncatedBackpropagation",
+    "closure_train_step",
+    "standard_train_step",
+]

@@ -11,11 +11,13 @@ from phaseloop.engine import registry
 MAY_CHANGE = (
     "phases.epochs", "phases.updates", "phases.min_epochs", "phases.min_updates",
     "phases.test_every_epochs", "phases.test_every_updates",
-    "run", "backend", "launch", "plan", "only", "weights", "debug", "imports", "allow_targets",
+    "run", "backend", "launch", "plan", "only", "weights", "debug.fast", "imports", "allow_targets",
     "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
-    "model.compile",
+    "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",
+    "data.test.*.micro_batch_size", "data.test.*.accumulate",
+    "model.compile", "model.checkpoint",
 )  # fmt: skip
 
 

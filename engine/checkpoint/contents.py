@@ -96,11 +96,12 @@ def small_state(task: Task) -> dict[str, Any]:
     return {
         "progress": task.progress.state_dict(),
         "hooks": task.hooks.state_dict(),
+        "schedules": {name: rates.state_dict() for name, rates in task.rates.items()},
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "metrics": dict(task.metrics),
         "best": dict(task.best),
-        "step": _state_of(task.train_step),
+        "steps": [_state_of(step) for step, _ in task.stages.steps],
         "carry": task.carry,
         # At a test's end too: the training goes on from where the test began.
         "rng": task.random_before_test
@@ -119,18 +120,23 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
         CheckpointError: it does not fit the task; the message names what differs.
     """
     state: dict[str, Any] = store.load(saved, STATE)
+    task.progress.load_state_dict(state["progress"])
+    task.stages.enter()
     load_model(task.bare_model, store.load(saved, MODEL), saved.path)
     _load_part(task.criterion_module, state["criterion"], "criterion")
     _restore_optimizers(task, state["optimizers"])
+    _load_part(task.precision.scaler, state["scaler"], "scaler")
+    for name, rates in task.rates.items():
+        rates.load_state_dict(state["schedules"][name])
     _restore_averages(task, state.get("averages", {}))
     _restore_modes(task, state["evaluating"], state["frozen"])
-    task.progress.load_state_dict(state["progress"])
     for name, meters in task.meter_sets.items():
         if name in state["meters"]:
             meters.load_state_dict(to_device(state["meters"][name], task.device))
     task.recorder.load_state_dict(to_device(state["recorder"], task.device))
     task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
-    _load_part(task.train_step, state["step"], "train_step")
+    for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
+        _load_part(step, step_state, "train_step")
     task.carry = to_device(state["carry"], task.device)
     task.changed = False
     return state
@@ -180,6 +186,7 @@ def _large_state(task: Task) -> dict[str, Any]:
         "optimizers": {
             name: named_state(optimizer, names) for name, optimizer in task.optimizers.items()
         },
+        "scaler": _state_of(task.precision.scaler),
         "criterion": _state_of(task.criterion_module),
         "averages": {name: dict(values) for name, values in task.averages.items()},
         "evaluating": [
@@ -190,7 +197,7 @@ def _large_state(task: Task) -> dict[str, Any]:
         ],
         "config": task.config,
         "identity": task.identity,
-        "planned": task.plan.updates,
+        "planned": task.stages.updates,
         "environment": environment.facts(task.backend.world_size, task.device),
     }
 

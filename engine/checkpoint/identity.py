@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from phaseloop.engine.data.mix import Mix
+from phaseloop.engine.data.source import Data
+
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
@@ -24,20 +27,45 @@ def identity(task: Task) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "seed": task.seed,
         "precision": task.precision.name,
-        "gradients": dataclasses.asdict(task.gradients),
+        "gradients": {n: dataclasses.asdict(given) for n, given in task.clipping.items()},
+        "every": dict(task.every),
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
+        **task.model_options.facts(),
     }
     if task.freezing.for_good():
         facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
         facts["data"] = {
-            "samples": len(data.dataset),
-            "batch_size": data.batch_size,
+            "samples": len(data.first),
+            "batch_size": data.batch_size if isinstance(data.batch_size, int) else data.sizes,
             "shuffle": data.shuffle,
             "drop_last": data.drop_last,
+            **_draws(data),
         }
+    if task.debug.overfit is not None:
+        facts["debug"] = {"overfit": task.debug.overfit}
     return facts
+
+
+def _draws(data: Data) -> dict[str, Any]:
+    """Which samples are drawn and what is made of them, where anything is said about it."""
+    given = {
+        "mix": data.first.facts() if isinstance(data.first, Mix) else None,
+        "sampler": data.sampler.facts() if data.sampler is not None else None,
+        "limit": data.limit,
+        "batch_transform": name_of(data.batch_transform),
+        "rebuild_every": data.rebuild_every,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def name_of(function: Any) -> str | None:
+    """The name of a function, or of the class of an object that is called as one."""
+    if function is None:
+        return None
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:

@@ -64,16 +64,19 @@ def find(task: Task) -> store.Saved | None:
 
 
 def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
-    """One warning when threads, torch or the processor differ from those of the checkpoint."""
-    now = environment.facts(task.backend.world_size, task.device)
-    if changed := environment.differences(state["environment"], now):
+    """One warning when threads, torch, the processor or compilation differ from those before."""
+    before, now = state["environment"], environment.facts(task.backend.world_size, task.device)
+    key = "model.compile"
+    before = {**before, key: state["identity"].get(key, "off")}
+    now[key] = task.identity.get(key, "off")
+    if changed := environment.differences(before, now):
         log.warning("last bits may differ from the run before: %s", changed)
 
 
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
     """One warning when schedules are spread over another number of updates than before."""
-    before, now = state["planned"], task.plan.updates
-    if task.schedules and before != now:
+    before, now = state["planned"], task.stages.updates
+    if before != now and any(rates.schedules for rates in task.rates.values()):
         log.warning(
             "the run was planned for %d updates and is now for %d: its schedules are spread over "
             "the new total from here on",

@@ -6,7 +6,6 @@ Everything is checked before the first data set is opened.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,23 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from phaseloop.engine import (
     builtin,  # noqa: F401 registers torch's own optimizers and losses
     registry,
 )
 from phaseloop.engine.backends import Backend
+from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
-from phaseloop.engine.config.schema import Component, Schema, TestSet
+from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
+from phaseloop.engine.config.schema import Component, Schema
 from phaseloop.engine.config.typed import to_dataclass
-from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
-from phaseloop.engine.schedules import Schedule, Warmup
+from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.task import Task
 
-_SCHEDULE_KEYS = ("option", "warmup", "interval")
+_MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
 
 
 @dataclass
@@ -57,9 +56,10 @@ def build(schema: Schema) -> Built:
     hooks = make_hooks(schema, components)
     backend = components.make(schema.backend, registry.backends, "backend")
     _seed(schema.seed)
-    train = _data(schema.data.train, components, "data.train")
-    test = _data(schema.data.test, components, "data.test")
-    model = components.make(schema.model, registry.models, "model")
+    sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
+    train = sets.pop("data.train", None)
+    test = dict(zip(schema.data.tests, sets.values(), strict=True))
+    model = components.make(schema.model, registry.models, "model", extra=_MODEL_KEYS)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"{type(model).__name__} is not a torch.nn.Module")
     criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
@@ -67,19 +67,25 @@ def build(schema: Schema) -> Built:
         model=model,
         phases=schema.phases,
         criterion=criterion,
-        optimizer=_optimizer(schema, components, criterion),
+        optimizer=(
+            None
+            if schema.optimizer is None
+            else make_optimizer(schema.optimizer, components, criterion)
+        ),
         train=train,
         test=test,
-        schedule=_schedule(schema, components),
-        train_meters=_meters(schema.meters.train, components, "meters.train"),
-        test_meters=_meters(schema.meters.test, components, "meters.test"),
+        schedule=make_schedules(schema.schedule, components, schema.optimizer),
+        train_meters=_meters(schema.meters.get("train"), components, "meters.train"),
+        test_meters=_test_meters(schema, components),
         train_step=_train_step(schema, components),
         gradients=schema.gradients,
         freeze=schema.freeze,
         precision=schema.precision,
+        model_options=_model_options(schema),
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
+        debug=schema.debug,
         config=dataclasses.asdict(schema),
     )
     return Built(task, hooks)
@@ -99,25 +105,23 @@ def _check(schema: Schema, components: Components) -> None:
     for name, spec in schema.hooks.items():
         if spec is not None:
             components.check(spec, registry.hooks, f"hooks.{name}", default_name=name)
-    for kind, meters in {"train": schema.meters.train, "test": schema.meters.test}.items():
-        for name, spec in meters.items():
+    for kind, meters in schema.meters.items():
+        for name, spec in (meters or {}).items():
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
     components.check(schema.backend, registry.backends, "backend")
-    components.check(schema.model, registry.models, "model")
+    _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
     if schema.optimizer is not None:
-        components.check(schema.optimizer, registry.optimizers, "optimizer", given=1)
+        check_optimizer(schema.optimizer, components)
     elif schema.data.train is not None and schema.only is None:
         raise ConfigError("optimizer", "training needs one, e.g. optimizer=sgd")
-    _schedule(schema, components)
+    make_schedules(schema.schedule, components, schema.optimizer)
     _train_step(schema, components)
-    for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
-        if data is not None:
-            components.check(data.dataset, registry.datasets, f"{key}.dataset")
-            _collate(data.collate, components, f"{key}.collate")
+    for key, data in schema.data.by_key.items():
+        sets_of.check(data, components, key)
 
 
 def _seed(seed: int) -> None:
@@ -127,73 +131,46 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _data(data: TestSet | None, components: Components, key: str) -> Data | None:
-    if data is None:
-        return None
-    options = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
-    options["dataset"] = components.make(data.dataset, registry.datasets, f"{key}.dataset")
-    options["collate"] = _collate(data.collate, components, f"{key}.collate")
-    return Data(**options)
-
-
-def _collate(
-    spec: Component | None, components: Components, key: str
-) -> Callable[[list[Any]], Any] | None:
-    """The function itself, its options filled in; its first argument is the list of samples."""
-    if spec is None:
-        return None
-    components.check(spec, registry.collates, key, given=1)
-    options = {name: value for name, value in spec.items() if name not in ("name", "_target_")}
-    return functools.partial(components.target(spec, registry.collates, key, None), **options)
-
-
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
     return None if spec is None else components.make(spec, kind, key)
 
 
-def _optimizer(
-    schema: Schema, components: Components, criterion: Any
-) -> Callable[[nn.Module], Optimizer] | None:
-    """A function of the model; a criterion with parameters of its own is trained with it."""
-    if schema.optimizer is None:
-        return None
-    spec = schema.optimizer
-    extra = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-
-    def make(model: nn.Module) -> Optimizer:
-        parameters = [*model.parameters(), *extra]
-        made = components.make(spec, registry.optimizers, "optimizer", parameters)
-        if not isinstance(made, Optimizer):
-            raise ConfigError("optimizer", f"{type(made).__name__} is not a torch optimizer")
-        return made
-
-    return make
-
-
-def _schedule(schema: Schema, components: Components) -> list[Schedule]:
-    spec = schema.schedule
-    if spec is None:
-        return []
-    curve = components.make(spec, registry.schedules, "schedule", extra=_SCHEDULE_KEYS)
-    warmup = spec.get("warmup")
-    return [
-        Schedule(
-            curve,
-            option=spec.get("option", "lr"),
-            warmup=None if warmup is None else to_dataclass(Warmup, warmup, "schedule.warmup"),
-            interval=spec.get("interval", "update"),
-        )
-    ]
-
-
 def _meters(
-    specs: Mapping[str, Component | None], components: Components, key: str
+    specs: Mapping[str, Component | None] | None, components: Components, key: str
 ) -> dict[str, Any]:
     return {
         name: components.make(spec, registry.meters, f"{key}.{name}", default_name=name)
-        for name, spec in specs.items()
+        for name, spec in (specs or {}).items()
         if spec is not None
     }
+
+
+def _test_meters(schema: Schema, components: Components) -> dict[str, Any]:
+    """Those of every test set, and under the name of a set its own in place of them."""
+    own = {
+        name: _meters(schema.meters[name], components, f"meters.{name}")
+        for name in schema.data.tests
+        if name in schema.meters and name != "test"
+    }
+    return {**_meters(schema.meters.get("test"), components, "meters.test"), **own}
+
+
+def _check_model(schema: Schema, components: Components) -> None:
+    spec = schema.model
+    components.check(spec, registry.models, "model", extra=_MODEL_KEYS)
+    own = components.options(spec, registry.models, "model")
+    if clash := [key for key in _MODEL_KEYS if key in spec and key in own]:
+        raise ConfigError(
+            f"model.{clash[0]}",
+            "the engine takes this key, and the model has an option of that name, too: register "
+            "a function that makes the model and has another name for it",
+        )
+    _model_options(schema).check()
+
+
+def _model_options(schema: Schema) -> ModelOptions:
+    given = {key: schema.model[key] for key in _MODEL_KEYS if key in schema.model}
+    return to_dataclass(ModelOptions, given, "model")
 
 
 def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:

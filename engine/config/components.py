@@ -63,7 +63,7 @@ class Components:
         """
         target, options = self._split(spec, registry, key, default_name)
         options = {k: v for k, v in options.items() if k not in extra}
-        self._check_options(target, options, key, given)
+        self._check_options(target, options, key, given, extra)
 
     def make(
         self,
@@ -82,6 +82,11 @@ class Components:
             return target(*args, **made)
         except ValueError as error:  # what torch raises for a negative learning rate, say
             raise ConfigError(key, str(error)) from error
+
+    def options(self, spec: Any, registry: Registry, key: str) -> list[str]:
+        """Names of the options that the component's class or function names itself."""
+        parameters = _parameters(self.target(spec, registry, key, None), 0)
+        return [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
 
     def target(self, spec: Any, registry: Registry, key: str, default_name: str | None) -> Any:
         """The function or class that ``spec`` names, not called."""
@@ -129,7 +134,12 @@ class Components:
             )
 
     def _check_options(
-        self, target: Callable[..., Any], options: Mapping[str, Any], key: str, given: int
+        self,
+        target: Callable[..., Any],
+        options: Mapping[str, Any],
+        key: str,
+        given: int,
+        extra: Sequence[str] = (),
     ) -> None:
         parameters = _parameters(target, given)
         label = getattr(target, "__name__", str(target))
@@ -144,7 +154,7 @@ class Components:
             elif not takes_any:
                 raise ConfigError(
                     f"{key}.{option}",
-                    f"{label} takes no option {option!r}.{nearest(option, named)} "
+                    f"{label} takes no option {option!r}.{nearest(option, [*named, *extra])} "
                     f"It takes: {listing(named)}",
                 )
         for option, parameter in named.items():

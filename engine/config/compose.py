@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from phaseloop.engine.config.forms import without_other_form
 from phaseloop.engine.errors import ConfigError, listing, nearest
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -212,7 +213,7 @@ def _merge_layer(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any
         for name, options in changes.items():
             if options is None and name not in on and (hint := nearest(str(name), on)):
                 raise ConfigError(f"hooks.{name}", f"no hook of that name is on.{hint}")
-    return merge(config, layer)
+    return merge(without_other_form(config, layer), layer)
 
 
 def check_experiment(overrides: Sequence[str]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from phaseloop.engine.config.typed import check_keys, to_dataclass
-from phaseloop.engine.data.source import check_options
+from phaseloop.engine.data.options import check_limit, check_options, check_weight
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
-from phaseloop.engine.settings import Gradients, Run
+from phaseloop.engine.settings import Debug, Gradients, Run
 
 Component = dict[str, Any]
 """``{name: REGISTERED, ...options}`` or ``{_target_: importable.thing, ...options}``."""
@@ -18,10 +18,12 @@ Component = dict[str, Any]
 
 @dataclass
 class TestSet:
-    """``data.test``: in the dataset's order, and no sample left out.
+    """A set of ``data.test``: in the dataset's order, and no sample left out but by ``limit``.
 
     See :class:`phaseloop.engine.data.source.Data`.
     """
+
+    __test__ = False  # no tests in it, whatever pytest thinks of its name
 
     dataset: Component
     batch_size: int
@@ -31,14 +33,48 @@ class TestSet:
     prefetch: int = 2
     pin_memory: bool | None = None
     collate: Component | None = None
+    limit: int | float | None = None
+    to_device: Component | None = None
 
 
 @dataclass
-class TrainSet(TestSet):
-    """``data.train``."""
+class MixSource:
+    """A source of ``data.train.mix``. See :class:`phaseloop.engine.data.mix.Source`."""
 
+    dataset: Component
+    weight: float = 1.0
+    limit: int | float | None = None
+
+
+@dataclass
+class TrainSet:
+    """``data.train``: the same keys as a test set, and those of the training."""
+
+    batch_size: int | dict[int, int]
+    dataset: Component | None = None
+    mix: dict[str, MixSource | None] | None = None
+    epoch_samples: int | None = None
+    sampler: Component | None = None
+    limit: int | float | None = None
     shuffle: bool = True
     drop_last: bool = False
+    micro_batch_size: int | None = None
+    accumulate: int | None = None
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool | None = None
+    collate: Component | None = None
+    batch_transform: Component | None = None
+    to_device: Component | None = None
+    rebuild_every: int | None = None
+
+
+def one_or_several(value: Any) -> Any:
+    """The type of ``data.test``: a mapping of mappings without a dataset is several sets."""
+    several = isinstance(value, dict) and value and "dataset" not in value
+    if several and all(item is None or isinstance(item, dict) for item in value.values()):
+        return dict[str, TestSet | None]
+    return TestSet | None
 
 
 @dataclass
@@ -46,15 +82,25 @@ class DataSets:
     """``data``."""
 
     train: TrainSet | None = None
-    test: TestSet | None = None
+    test: TestSet | dict[str, TestSet | None] | None = field(
+        default=None, metadata={"choose": one_or_several}
+    )
 
+    @property
+    def tests(self) -> dict[str, TestSet]:
+        """The test sets by name; one alone is called ``test``; those set to null are left out."""
+        if self.test is None:
+            return {}
+        sets = self.test if isinstance(self.test, dict) else {"test": self.test}
+        return {name: data for name, data in sets.items() if data is not None}
 
-@dataclass
-class MeterSets:
-    """``meters``: for each phase kind, name to component; the name is the default ``name``."""
-
-    train: dict[str, Component | None] = field(default_factory=dict)
-    test: dict[str, Component | None] = field(default_factory=dict)
+    @property
+    def by_key(self) -> dict[str, TrainSet | TestSet]:
+        """Every set by its place in the configuration."""
+        train = {} if self.train is None else {"data.train": self.train}
+        alone = isinstance(self.test, TestSet)
+        tests = {"data.test" if alone else f"data.test.{n}": d for n, d in self.tests.items()}
+        return {**train, **tests}
 
 
 @dataclass
@@ -69,7 +115,7 @@ class Schema:
     run: Run = field(default_factory=Run)
     data: DataSets = field(default_factory=DataSets)
     criterion: Component | None = None
-    meters: MeterSets = field(default_factory=MeterSets)
+    meters: dict[str, dict[str, Component | None] | None] = field(default_factory=dict)
     optimizer: Component | None = None
     schedule: Component | None = None
     gradients: Gradients = field(default_factory=Gradients)
@@ -78,6 +124,7 @@ class Schema:
     hooks: dict[str, Component | None] = field(default_factory=dict)
     backend: Component = field(default_factory=lambda: {"name": "single"})
     freeze: list[str] = field(default_factory=list)
+    debug: Debug = field(default_factory=Debug)
     plan: bool = False
     only: Literal["test"] | None = None
     weights: str = "best"
@@ -102,12 +149,44 @@ def check(config: dict[str, Any]) -> Schema:
     schema.run.check("run")
     if not 0 <= schema.seed < 1 << 63:
         raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")
-    for key, data in {"data.train": schema.data.train, "data.test": schema.data.test}.items():
-        if data is not None:
-            check_options(data, key)
+    schema.debug.check("debug")
+    for key, data in schema.data.by_key.items():
+        check_options(data, key)
+    if "train" in schema.data.tests:
+        raise ConfigError("data.test.train", "a test set may have any name but 'train'")
+    if schema.data.train is not None:
+        _check_train(schema.data.train, "data.train")
+    try:
+        check_keys(schema.meters, ["train", "test", *schema.data.tests], "meters")
+    except ConfigError as error:
+        raise _with_place(error, config) from None
     if schema.only is None and schema.weights != "best":
         raise ConfigError("weights", "says what only=test tests; it does nothing without it")
     return schema
+
+
+def _check_train(data: TrainSet, key: str) -> None:
+    """What of the training data excludes what."""
+    if (data.dataset is None) == (data.mix is None):
+        raise ConfigError(f"{key}.dataset", "give a dataset, or a mix of several, and not both")
+    if data.mix is None:
+        if data.epoch_samples is not None:
+            raise ConfigError(f"{key}.epoch_samples", "it is the length of an epoch of a mix")
+        if data.sampler is not None and not data.shuffle:
+            raise ConfigError(f"{key}.shuffle", f"{key}.sampler says which order it is")
+        return
+    if data.epoch_samples is not None and data.epoch_samples < 1:
+        raise ConfigError(f"{key}.epoch_samples", f"{data.epoch_samples} is less than 1")
+    if data.sampler is not None:
+        raise ConfigError(f"{key}.sampler", "samples of a mix are drawn by its weights")
+    if data.limit is not None:
+        raise ConfigError(f"{key}.limit", f"give each source its own: {key}.mix.NAME.limit")
+    sources = {name: source for name, source in data.mix.items() if source is not None}
+    if not sources:
+        raise ConfigError(f"{key}.mix", "there is no source in it")
+    for name, source in sources.items():
+        check_weight(source.weight, f"{key}.mix.{name}.weight")
+        check_limit(source.limit, None, f"{key}.mix.{name}.limit")
 
 
 def _with_place(error: ConfigError, config: dict[str, Any]) -> ConfigError:

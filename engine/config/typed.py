@@ -27,6 +27,10 @@ def to_dataclass(cls: type[T], value: Any, path: str) -> T:
     names = _names(cls)
     check_keys(value, names, path)
     hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        # A field may choose among its types itself, where the value does not tell them apart.
+        if "choose" in f.metadata and f.name in value:
+            hints[f.name] = f.metadata["choose"](value[f.name])
     converted = {
         key: convert(hints[key], item, f"{path}.{key}" if path else key)
         for key, item in value.items()
@@ -89,6 +93,8 @@ def describe(annotation: Any) -> str:
         return " or ".join(repr(arg) for arg in args)
     if typing.get_origin(annotation) in (list, collections.abc.Sequence):
         return f"list of {describe(args[0])}" if args else "list"
+    if dataclasses.is_dataclass(annotation):
+        return f"a mapping of {listing(_names(annotation))}"
     return getattr(annotation, "__name__", str(annotation)).replace("dict", "mapping")
 
 
@@ -98,6 +104,9 @@ def _convert_union(members: tuple[Any, ...], value: Any, path: str) -> Any:
         return None
     problems = []
     members = tuple(member for member in members if member is not type(None))
+    classes = [member for member in members if dataclasses.is_dataclass(member)]
+    if isinstance(value, Mapping) and len(classes) == 1:  # its own errors say more
+        return convert(classes[0], value, path)
     for member in sorted(members, key=lambda m: m is not type(value)):  # an exact match first
         if not _is_ours(member) and type(value) in (bool, int, float, str, list, type(None)):
             continue  # a tensor, a callable: no plain value is one
@@ -128,11 +137,23 @@ def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> list[Any]:
     return [convert(kind, item, f"{path}.{number}") for number, item in enumerate(value)]
 
 
-def _convert_dict(args: tuple[Any, ...], value: Any, path: str) -> dict[str, Any]:
+def _convert_dict(args: tuple[Any, ...], value: Any, path: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(path, _wrong(value, "a mapping"))
     kind = args[1] if len(args) == 2 else Any
-    return {str(key): convert(kind, item, f"{path}.{key}") for key, item in value.items()}
+    name = _as_int if args and args[0] is int else _as_str
+    return {name(key, path): convert(kind, item, f"{path}.{key}") for key, item in value.items()}
+
+
+def _as_str(key: Any, path: str) -> str:
+    return str(key)
+
+
+def _as_int(key: Any, path: str) -> int:
+    try:
+        return int(str(key))
+    except ValueError:
+        raise ConfigError(path, f"its keys are whole numbers, and {key!r} is none") from None
 
 
 def _check_plain(annotation: Any, value: Any, path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,24 +14,36 @@ class Batch:
 
     Attributes:
         data: what the dataset and its collate function made, moved to the device.
-        input: the first of a pair, or ``data["input"]``, else ``data`` itself.
-        target: the second of a pair, or ``data["target"]``, else None.
+        input: the first of a pair, ``data["input"]`` of a mapping, ``data.input`` of a dataclass
+            that has one, else ``data`` itself.
+        target: the second of a pair, or ``target`` beside such an ``input``, else None.
         indices: dataset indices of the samples, int64 of shape [size], on the CPU.
+        sources: of a mix, the number of each sample's source, int64 of shape [size], on the CPU;
+            ``indices`` then count within the source. Without a mix, None.
         size: number of samples.
         weight: how many of them count: ``size``, or 0 for a stand-in that only keeps this
             process in step with the others.
     """
 
-    __slots__ = ("data", "indices", "input", "size", "target", "weight")
+    __slots__ = ("data", "indices", "input", "size", "sources", "target", "weight")
 
-    def __init__(self, data: Any, indices: Tensor, weight: int) -> None:
+    def __init__(
+        self, data: Any, indices: Tensor, weight: int, sources: Tensor | None = None
+    ) -> None:
         self.data = data
         self.indices = indices
+        self.sources = sources
         self.size = indices.numel()
         self.weight = weight
         if isinstance(data, (tuple, list)) and len(data) == 2:
             self.input, self.target = data
         elif isinstance(data, Mapping) and "input" in data:
             self.input, self.target = data["input"], data.get("target")
+        elif is_dataclass(data) and hasattr(data, "input"):
+            self.input, self.target = data.input, getattr(data, "target", None)
         else:
             self.input, self.target = data, None
+
+    def with_data(self, data: Any) -> Batch:
+        """The same samples as ``data``."""
+        return Batch(data, self.indices, self.weight, self.sources)

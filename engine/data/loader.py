@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Sampler
 from phaseloop.engine import rng
 from phaseloop.engine.data import workers
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.order import Order, Sequential, epoch_order
+from phaseloop.engine.data.epochs import Epochs
+from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.plan import BatchPlan, Window
 from phaseloop.engine.data.reader import Reader, Request
 from phaseloop.engine.data.source import Data
@@ -36,6 +37,16 @@ class Loader:
         device: where batches go.
         world_size: number of processes.
         rank: which of them this is.
+        key: where the set stands in the configuration, for messages.
+        at_most: read the first so many batches of an epoch only.
+        repeat: every epoch is the first one again, to the bit.
+
+    Raises:
+        ConfigError: the sampler has no values to go by.
+        DataError: an epoch is too small to make one batch.
+
+    Attributes:
+        samples: positions in an epoch.
     """
 
     def __init__(
@@ -48,34 +59,59 @@ class Loader:
         device: torch.device,
         world_size: int = 1,
         rank: int = 0,
+        key: str = "data",
+        at_most: int | None = None,
+        repeat: bool = False,
     ) -> None:
+        if data.first is None:
+            data.open(seed, key)
         self._data = data
         self._train = train
         self._source = source
         self._seed = seed
         self._device = device
         self._pinned = _pins(data, device)
-        self.samples = len(data.dataset)
-        self.plan = BatchPlan(
-            samples=self.samples,
-            batch_size=data.batch_size,
-            micro_batch_size=data.micro_batch_size,
-            accumulate=data.accumulate,
-            drop_last=data.drop_last and train,
-            world_size=world_size,
-            rank=rank,
-            stand_ins=train,
-        )
-        self._reader = Reader(data.dataset, data.collate)
+        self._repeat = repeat
+        self._epochs = Epochs(data, train=train, source=source, seed=seed, key=key)
+        self.samples = self._epochs.samples
+        self._plans = {
+            first: BatchPlan(
+                samples=self.samples,
+                batch_size=size,
+                micro_batch_size=data.micro_batch_size,
+                accumulate=data.accumulate,
+                drop_last=data.drop_last and train,
+                world_size=world_size,
+                rank=rank,
+                stand_ins=train,
+                at_most=at_most,
+            )
+            for first, size in data.sizes.items()
+        }
+        self._take_dataset()
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
         self._processes: list[BaseProcess] = []
         self._aside: rng.HostGenerators | None = None
 
     @property
+    def plan(self) -> BatchPlan:
+        """How the first epoch is cut."""
+        return self._plans[1]
+
+    @property
     def windows(self) -> int:
-        """Batches in an epoch."""
+        """Batches in the first epoch."""
         return self.plan.windows
+
+    @property
+    def plans(self) -> dict[int, BatchPlan]:
+        """How epochs are cut: from an epoch on, until the next one that is named."""
+        return {1: self.plan} if self._repeat else self._plans
+
+    def plan_of(self, epoch: int) -> BatchPlan:
+        """How one epoch is cut."""
+        return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
 
     def batches(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
@@ -83,8 +119,14 @@ class Loader:
         The second of the pair is a :class:`Batch`, or None where the collate function gave None.
 
         Raises:
-            DataError: the workers ended before the plan did.
+            DataError: the workers ended before the plan did, or the dataset was made again and is
+                not as long as before.
         """
+        epoch = 1 if self._repeat else epoch
+        if self._train and self._epochs.begin(epoch):
+            self.close()  # the workers have the dataset that was
+            self._processes = []
+            self._take_dataset()
         if self._data.workers:
             return self._from_workers(epoch, roll_backs, first)
         return self._in_process(epoch, roll_backs, first)
@@ -105,6 +147,11 @@ class Loader:
 
     def _let_go(self) -> None:
         self._workers = None
+
+    def _take_dataset(self) -> None:
+        data, dataset = self._data, self._epochs.dataset
+        self._mix = dataset if isinstance(dataset, Mix) else None
+        self._reader = Reader(dataset, data.collate, data.batch_transform)
 
     def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         for window, request in self._plan_requests(epoch, roll_backs, first):
@@ -148,37 +195,35 @@ class Loader:
     def _plan_requests(
         self, epoch: int, roll_backs: int, first: int
     ) -> Iterator[tuple[Window, Request]]:
-        order = self._order(epoch, roll_backs)
-        seed = self._sample_seed(epoch, roll_backs)
-        for index in range(first, self.plan.windows):
-            window = self.plan.window(index)
+        order, plan = self._epochs.order(epoch, roll_backs), self.plan_of(epoch)
+        seeds = self._sample_seeds(epoch, roll_backs)
+        for index in range(first, plan.windows):
+            window = plan.window(index)
             for piece in window.pieces:
                 indices = order.slice(piece.start, piece.stop)
                 key = piece.start if self._train else None
-                yield window, Request(indices, seed, key, piece.weight)
+                if self._mix is None:
+                    yield window, Request(indices, seeds[0], key, piece.weight)
+                else:
+                    within, sources = self._mix.split(indices)
+                    yield window, Request(within, seeds[0], key, piece.weight, sources, seeds)
 
-    def _order(self, epoch: int, roll_backs: int) -> Order:
+    def _sample_seeds(self, epoch: int, roll_backs: int) -> tuple[int, ...]:
+        """For each source, what its samples' seeds begin with."""
         if not self._train:
-            return Sequential(self.samples)
-        return epoch_order(
-            self.samples,
-            shuffle=self._data.shuffle,
-            seed=self._seed,
-            epoch=epoch,
-            roll_backs=roll_backs,
-        )
-
-    def _sample_seed(self, epoch: int, roll_backs: int) -> int:
-        if self._train:
-            return rng.mix(self._seed, rng.SAMPLE_TRAIN, self._source, epoch, roll_backs)
-        return rng.mix(self._seed, rng.SAMPLE_TEST, self._source)
+            return (rng.mix(self._seed, rng.SAMPLE_TEST, self._source),)
+        count = 1 if self._mix is None else len(self._mix.names)
+        begin = rng.mix(self._seed, rng.SAMPLE_TRAIN)
+        return tuple(rng.mix(begin, self._source + n, epoch, roll_backs) for n in range(count))
 
     def _batch(self, data: Any, request: Request) -> Batch | None:
         if data is None:
             return None
-        if self._device.type != "cpu":
+        if self._data.to_device is not None:
+            data = self._data.to_device(data, self._device)
+        elif self._device.type != "cpu":
             data = to_device(data, self._device, non_blocking=self._pinned)
-        return Batch(data, request.indices, request.weight)
+        return Batch(data, request.indices, request.weight, request.sources)
 
     def _start_workers(self) -> DataLoader[Any]:
         return DataLoader(

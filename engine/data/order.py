@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from phaseloop.engine import rng
+from phaseloop.engine.data.options import Limit, limited
 
 RANDPERM_LIMIT = 1 << 24
 """Above this many samples a permutation is computed where it is needed, not stored."""
@@ -80,12 +84,125 @@ def _scramble(values: Words) -> Words:
     return mixed
 
 
-Order = Sequential | Permutation | KeyedPermutation
+class Order(Protocol):
+    """Which sample is read at which position of an epoch."""
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Numbers of the samples at the positions start to stop-1: int64 of shape [stop - start].
+
+        Any positions may be asked for; rising ones have to be cheap.
+        """
+
+
+def permutation(samples: int, seed: int) -> Permutation | KeyedPermutation:
+    """A random order of ``samples`` samples, stored where that is cheap."""
+    kind = Permutation if samples <= RANDPERM_LIMIT else KeyedPermutation
+    return kind(samples, seed)
+
+
+class Passes:
+    """A set gone through again and again without an end, each pass in an order of its own.
+
+    Only the pass at hand is kept, so that memory and the cost of beginning anywhere are those of
+    one order.
+
+    Args:
+        samples: of the set.
+        seed: of all passes; None: each in the set's own order.
+    """
+
+    def __init__(self, samples: int, seed: int | None) -> None:
+        self._samples = samples
+        self._seed = seed
+        self._number = -1
+        self._order: Order = Sequential(samples)
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Indices at the ranks start to stop-1, counted over all passes: int64 [stop - start]."""
+        parts = []
+        while start < stop:
+            number, first = divmod(start, self._samples)
+            last = min(self._samples, first + stop - start)
+            parts.append(self._pass(number).slice(first, last))
+            start += last - first
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _pass(self, number: int) -> Order:
+        if self._seed is not None and number != self._number:
+            self._order = permutation(self._samples, rng.mix(self._seed, number))
+            self._number = number
+        return self._order
+
+
+class Blocks:
+    """An order that is worked out in blocks when they are reached; the last one is kept.
+
+    Args:
+        size: positions of a block.
+        work_out: from the number of a block to its numbers; the last may be shorter.
+    """
+
+    def __init__(self, size: int, work_out: Callable[[int], Tensor]) -> None:
+        self._size = size
+        self._work_out = work_out
+        self._number = -1
+        self._block = torch.empty(0, dtype=torch.int64)
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
+        parts = []
+        while start < stop:
+            number, first = divmod(start, self._size)
+            if number != self._number:
+                self._block, self._number = self._work_out(number), number
+            last = min(self._size, first + stop - start)
+            parts.append(self._block[first:last])
+            start += last - first
+        return torch.cat(parts) if parts else self._block[:0]
+
+
+class Chosen:
+    """An order of some of the samples: positions in a choice, made numbers of the whole set.
+
+    Args:
+        order: of the choice.
+        chosen: numbers of the samples that were chosen, int64.
+    """
+
+    def __init__(self, order: Order, chosen: Tensor) -> None:
+        self._order = order
+        self._chosen = chosen
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Dataset indices at the positions start to stop-1: int64 of shape [stop - start]."""
+        return self._chosen[self._order.slice(start, stop)]
+
+
+def chosen(samples: int, limit: Limit, seed: int) -> Tensor | None:
+    """The samples that a limit leaves, in the dataset's order: int64; None: all of them.
+
+    Beside one order's, memory is that of what is left.
+    """
+    count = limited(samples, limit)
+    if count == samples:
+        return None
+    return permutation(samples, seed).slice(0, count).sort().values
+
+
+def uniform(start: int, stop: int, seed: int) -> npt.NDArray[np.float64]:
+    """Draws from [0, 1), one for each position start to stop-1, each a function of its position.
+
+    SplitMix64's sequence (see :func:`phaseloop.engine.rng.mix`), its upper 53 bits.
+    """
+    steps = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = _scramble(steps + np.uint64(seed)) >> np.uint64(11)
+    draws: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return draws
 
 
 def epoch_order(
     samples: int, *, shuffle: bool, seed: int, epoch: int, roll_backs: int = 0
-) -> Order:
+) -> Sequential | Permutation | KeyedPermutation:
     """The order of one epoch.
 
     Args:
@@ -97,6 +214,4 @@ def epoch_order(
     """
     if not shuffle:
         return Sequential(samples)
-    key = rng.mix(seed, rng.ORDER, epoch, roll_backs)
-    kind = Permutation if samples <= RANDPERM_LIMIT else KeyedPermutation
-    return kind(samples, key)
+    return permutation(samples, rng.mix(seed, rng.ORDER, epoch, roll_backs))

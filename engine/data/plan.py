@@ -60,6 +60,7 @@ class BatchPlan:
         rank: which of them this is.
         stand_ins: give a process that is short of a micro-batch the batch's first sample with
             weight 0, so that all make the same number of passes; otherwise it gets nothing.
+        at_most: leave out all batches but the first so many.
     """
 
     samples: int
@@ -70,12 +71,14 @@ class BatchPlan:
     world_size: int = 1
     rank: int = 0
     stand_ins: bool = True
+    at_most: int | None = None
 
     @property
     def windows(self) -> int:
         """Number of batches in the epoch."""
         full, rest = divmod(self.samples, self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        windows = full + (rest > 0 and not self.drop_last)
+        return windows if self.at_most is None else min(windows, self.at_most)
 
     def window(self, index: int) -> Window:
         """The micro-batches of this process in batch ``index``, counted from 0."""

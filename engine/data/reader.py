@@ -7,13 +7,17 @@ on the order of arrival, on how a batch is cut, or on an interruption.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, Subset, default_collate
 
 from phaseloop.engine import rng
+from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.errors import DataError
 
 
@@ -21,16 +25,20 @@ class Request(NamedTuple):
     """What a worker is asked for: one micro-batch.
 
     Attributes:
-        indices: dataset indices, int64 of shape [size].
+        indices: dataset indices, int64 of shape [size]; of a mix, within the source.
         seed: hash of all that a sample's seed depends on, but for its key.
         first_key: key of the first sample, the others count up; None: the key is the index.
         weight: see :class:`~phaseloop.engine.data.batch.Batch`.
+        sources: of a mix, the source of each sample, int64 of shape [size]; else None.
+        seeds: of a mix, ``seed`` for each source.
     """
 
     indices: Tensor
     seed: int
     first_key: int | None
     weight: int
+    sources: Tensor | None = None
+    seeds: tuple[int, ...] = ()
 
 
 class Reader(Dataset[Any]):
@@ -43,16 +51,33 @@ class Reader(Dataset[Any]):
     * ``__getitems__(indices) -> list of samples``: torch's meaning; seeded once per call.
     * ``__getitem__(index) -> sample``: seeded before every call.
 
+    In a mix, ``fetch`` is used where every source has it, and what the sources give is put
+    together in the order of the samples; otherwise samples are read, and seeded, one by one.
+
+    Args:
+        dataset: the dataset, or a mix.
+        collate: list of samples to a batch; None: torch's.
+        transform: called with a batch, gives another.
+
     Attributes:
         draws: reading seeds the global generators of the process that reads.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.dataset = dataset
         self._collate = collate or default_collate
-        self._fetch = getattr(dataset, "fetch", None)
-        self._many = _list_form(dataset)
-        self.draws = self._fetch is None
+        self._transform = transform
+        self._mix = dataset if isinstance(dataset, Mix) else None
+        sets = [dataset] if self._mix is None else self._mix.datasets
+        self._fetches = all(hasattr(one, "fetch") for one in sets)
+        self._many = None if self._mix is not None else _list_form(dataset)
+        self._getters = [_getter(one) for one in sets]
+        self.draws = not self._fetches or transform is not None
 
     def __getitem__(self, request: Request) -> Any:
         try:
@@ -64,24 +89,66 @@ class Reader(Dataset[Any]):
             ) from error
 
     def _read(self, request: Request) -> Any:
-        if self._fetch is not None:
-            return self._fetch(request.indices)
-        indices = request.indices.tolist()
-        keys = (
-            indices
-            if request.first_key is None
-            else range(request.first_key, request.first_key + len(indices))
-        )
+        batch = self._fetched(request) if self._fetches else self._collated(request)
+        if self._transform is not None and batch is not None:
+            rng.seed_host(rng.mix(request.seed, _keys(request)[0], -2))
+            batch = self._transform(batch)
+        return batch
+
+    def _fetched(self, request: Request) -> Any:
+        if request.sources is None:
+            return self.dataset.fetch(request.indices)
+        parts, places = [], []
+        for source, dataset in enumerate(self.dataset.datasets):
+            place = (request.sources == source).nonzero().flatten()
+            if len(place):
+                parts.append(dataset.fetch(request.indices[place]))
+                places.append(place)
+        return _joined(parts, torch.cat(places).argsort())
+
+    def _collated(self, request: Request) -> Any:
+        indices, keys = request.indices.tolist(), _keys(request)
         if self._many is not None:
             rng.seed_host(rng.mix(request.seed, keys[0]))
             return self._collate(self._many(indices))
+        sources = [0] * len(indices) if request.sources is None else request.sources.tolist()
+        seeds = request.seeds or (request.seed,)
         samples = []
-        for index, key in zip(indices, keys, strict=True):
-            rng.seed_host(rng.mix(request.seed, key))
-            samples.append(self.dataset[index])
+        for source, index, key in zip(sources, indices, keys, strict=True):
+            rng.seed_host(rng.mix(seeds[source], key))
+            samples.append(self._getters[source](index))
         # Drawing in a collate function must not depend on the last sample's draws.
         rng.seed_host(rng.mix(request.seed, keys[0], -1))
         return self._collate(samples)
+
+
+def _keys(request: Request) -> Sequence[int]:
+    if request.first_key is None:
+        keys: list[int] = request.indices.tolist()
+        return keys
+    return range(request.first_key, request.first_key + len(request.indices))
+
+
+def _getter(dataset: Any) -> Callable[[int], Any]:
+    """Reads one sample; of a dataset that gives lists only, a list of one."""
+    own = getattr(type(dataset), "__getitem__", None)
+    if own in (None, Dataset.__getitem__) and hasattr(dataset, "__getitems__"):
+        return functools.partial(_one, dataset)
+    return getattr(dataset, "__getitem__", functools.partial(_one, dataset))
+
+
+def _one(dataset: Any, index: int) -> Any:
+    return dataset.__getitems__([index])[0]
+
+
+def _joined(parts: list[Any], order: Tensor) -> Any:
+    """Batches of the same form as one, its samples in this order."""
+    leaves = [pytree.tree_flatten(part) for part in parts]
+    form = leaves[0][1]
+    if any(other != form for _, other in leaves):
+        raise DataError("the sources of a mix give batches of different forms")
+    columns = zip(*(found for found, _ in leaves), strict=True)
+    return pytree.tree_unflatten([torch.cat(column)[order] for column in columns], form)
 
 
 def _list_form(dataset: Any) -> Callable[[list[int]], list[Any]] | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from phaseloop.engine import rng
+from phaseloop.engine.data.mix import Mix
+from phaseloop.engine.data.options import Limit, batch_sizes, check_limit, check_options, limited
+from phaseloop.engine.data.samplers import Sampler
 from phaseloop.engine.errors import ConfigError, DataError
 
 
@@ -14,8 +19,11 @@ class Data:
     """One set of samples and how it is cut into batches.
 
     Args:
-        dataset: anything with ``len`` and one of ``fetch``, ``__getitems__``, ``__getitem__``.
-        batch_size: samples per update, over all processes.
+        dataset: anything with ``len`` and one of ``fetch``, ``__getitems__``, ``__getitem__``; a
+            :class:`~phaseloop.engine.data.mix.Mix` of several; or, with ``rebuild_every``, a
+            function that makes one.
+        batch_size: samples per update, over all processes. For training data also a mapping from
+            an epoch to the size from that epoch on, which begins with 1: ``{1: 32, 5: 64}``.
         micro_batch_size: how many go through the model at once on one process; None: all.
         accumulate: the same as a count of micro-batches per update; give one of the two.
         shuffle: a new order each epoch; training data only.
@@ -24,10 +32,20 @@ class Data:
         prefetch: micro-batches that each worker reads ahead.
         pin_memory: copy through page-locked memory; None: where the device is a GPU.
         collate: list of samples to a batch; None: torch's ``default_collate``.
+        limit: only part of the samples: a number (int) or a fraction (float), chosen by the seed,
+            the same in every epoch; a test reads them in the dataset's order.
+        to_device: called with a batch and the device, gives the batch there; None: see
+            :func:`~phaseloop.engine.data.transfer.to_device`.
+        sampler: says what an epoch
+            draws in which order; training data only.
+        batch_transform: called with a collated micro-batch, gives another; training data only.
+        rebuild_every: make the dataset again every so many epochs; training data only. The
+            function is given the epoch it makes the dataset for, if it takes an ``epoch``, and
+            finds the generators seeded from that epoch.
     """
 
     dataset: Any
-    batch_size: int
+    batch_size: int | Mapping[int, int]
     micro_batch_size: int | None = None
     accumulate: int | None = None
     shuffle: bool = True
@@ -36,9 +54,44 @@ class Data:
     prefetch: int = 2
     pin_memory: bool | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    limit: Limit = None
+    to_device: Callable[[Any, Any], Any] | None = None
+    sampler: Sampler | None = None
+    batch_transform: Callable[[Any], Any] | None = None
+    rebuild_every: int | None = None
+    first: Any = field(default=None, init=False, repr=False)
+    """The dataset of the first epoch, once :meth:`open` was called."""
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Epoch to batch size from there on, the first epoch first."""
+        return batch_sizes(self.batch_size)
+
+    def open(self, seed: int, key: str) -> None:
+        """Make ``first``: the dataset itself, or what its function makes.
+
+        Raises:
+            ConfigError: there is a function and no ``rebuild_every``, or the other way round.
+        """
+        if self.rebuild_every is None:
+            self.first = self.dataset
+        elif not callable(self.dataset) or (
+            hasattr(self.dataset, "__len__") and not isinstance(self.dataset, type)
+        ):
+            raise ConfigError(
+                f"{key}.rebuild_every", "the dataset must be a function or a class that makes it"
+            )
+        else:
+            self.first = self.make(1, seed)
+
+    def make(self, epoch: int, seed: int) -> Any:
+        """What the dataset's function makes for ``epoch``; drawing in it does not show outside."""
+        with rng.aside(rng.mix(seed, rng.REBUILD, epoch)):
+            takes = "epoch" in inspect.signature(self.dataset).parameters
+            return self.dataset(epoch=epoch) if takes else self.dataset()
 
     def check(self, key: str, train: bool) -> None:
-        """Check what can be checked without reading a sample.
+        """Check what can be checked without reading a sample, once it is open.
 
         Args:
             key: where this is in the configuration, e.g. ``data.train``.
@@ -49,44 +102,55 @@ class Data:
             DataError: the dataset is empty, or too small to make one batch.
         """
         check_options(self, key)
-        if self.drop_last and not train:
-            raise ConfigError(f"{key}.drop_last", "no sample of a test set is ever left out")
-        if self.collate is not None and hasattr(self.dataset, "fetch"):
+        if not train:
+            self._check_test(key)
+        if self.collate is not None and hasattr(self.first, "fetch"):
             raise ConfigError(
                 f"{key}.collate",
-                f"{type(self.dataset).__name__}.fetch makes whole batches: nothing is collated",
+                f"{type(self.first).__name__}.fetch makes whole batches: nothing is collated",
             )
-        if not hasattr(self.dataset, "__len__"):
-            raise ConfigError(f"{key}.dataset", f"{type(self.dataset).__name__} has no length")
-        samples = len(self.dataset)
+        if not hasattr(self.first, "__len__"):
+            raise ConfigError(f"{key}.dataset", f"{type(self.first).__name__} has no length")
+        samples = len(self.first)
         if samples == 0:
             raise DataError(f"{key}: the dataset is empty: it has 0 samples")
-        if self.drop_last and samples < self.batch_size:
+        self._check_order(key)
+        check_limit(self.limit, samples, f"{key}.limit")
+        if self.sampler is None:
+            self.check_samples(limited(samples, self.limit), key)
+
+    def _check_test(self, key: str) -> None:
+        if self.drop_last:
+            raise ConfigError(f"{key}.drop_last", "no sample of a test set is ever left out")
+        for name in ("sampler", "batch_transform", "rebuild_every"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{key}.{name}", "it is for training data only")
+        if not isinstance(self.batch_size, int):
+            raise ConfigError(f"{key}.batch_size", "sizes by epoch are for training data only")
+        if isinstance(self.first, Mix):
+            raise ConfigError(f"{key}.dataset", "a mix is for training data only")
+
+    def _check_order(self, key: str) -> None:
+        """Options that all say what is drawn in which order."""
+        mixed = isinstance(self.first, Mix)
+        if mixed and self.limit is not None:
+            raise ConfigError(f"{key}.limit", f"give each source its own: {key}.mix.NAME.limit")
+        if mixed and self.sampler is not None:
+            raise ConfigError(f"{key}.sampler", "samples of a mix are drawn by its weights")
+        if self.sampler is not None and not self.shuffle:
+            raise ConfigError(f"{key}.shuffle", f"{key}.sampler says which order it is")
+        if not isinstance(self.sampler, Sampler | None):
+            raise ConfigError(
+                f"{key}.sampler", f"{type(self.sampler).__name__} is not a phaseloop.Sampler"
+            )
+        if self.sampler is not None:
+            self.sampler.check(self.first, f"{key}.sampler")
+
+    def check_samples(self, samples: int, key: str) -> None:
+        """Raises DataError when an epoch of ``samples`` is too small to make one batch."""
+        largest = max(self.sizes.values())
+        if self.drop_last and samples < largest:
             raise DataError(
-                f"{key}: {samples} samples do not fill one batch of {self.batch_size}, and "
+                f"{key}: {samples} samples do not fill one batch of {largest}, and "
                 f"{key}.drop_last leaves out the rest: there is nothing to train on"
             )
-
-
-class Options(Protocol):
-    """What :class:`Data` and the configuration's schema have in common."""
-
-    batch_size: int
-    micro_batch_size: int | None
-    accumulate: int | None
-    workers: int
-    prefetch: int
-    pin_memory: bool | None
-
-
-def check_options(options: Options, key: str) -> None:
-    """Raises ConfigError for a number out of range and for options that contradict each other."""
-    least = {"batch_size": 1, "micro_batch_size": 1, "accumulate": 1, "workers": 0, "prefetch": 1}
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"{key}.{name}", f"{value} is less than {bound}")
-    if options.micro_batch_size is not None and options.accumulate is not None:
-        raise ConfigError(f"{key}.accumulate", "give micro_batch_size or accumulate, not both")
-    if options.pin_memory and not options.workers:
-        raise ConfigError(f"{key}.pin_memory", "only what workers read is pinned: set workers too")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloop import Hook, Order, Task, Trainer
+from phaseloop import Compile, Hook, ModelOptions, Order, Task, Trainer
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError
@@ -533,3 +533,35 @@ def test_ck_g_a_file_that_would_run_code_is_refused(tmp_path: Path, file: str) -
     assert not proof.exists()
     torch.load(evil.path / file, weights_only=False)
     assert proof.exists()  # it would have run
+
+
+# --- CK-h: names are the bare model's ---
+
+
+def part_of_run(folder: Path, compiled: bool, stop_at: int | None) -> list[str]:
+    """One process's part of R1, in this process; the names of its weights and optimizer state."""
+    options = ModelOptions(compile=Compile(backend="eager") if compiled else False)
+    hooks = {} if stop_at is None else {"at": At("on_step", stop_at, "stop")}
+    r1.train(folder, model_options=options, hooks=hooks)
+    saved = newest(folder)
+    state = store.load(saved, STATE)["optimizers"]["optimizer"]["state"]
+    return [*store.load(saved, MODEL), *state]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["with", "without"])
+def test_ck_h_saved_with_compile_loaded_without_and_the_reverse(
+    tmp_path: Path, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice in a row; each change is one warning, and here changes no bit."""
+    names = [name for name, _ in r1.network().named_parameters()]
+    folder = tmp_path / "run"
+    for number, stop_at in enumerate([7, 14, 21, None]):
+        caplog.clear()
+        compiled = first == (number % 2 == 0)
+        assert part_of_run(folder, compiled, stop_at) == [*names, *names]
+        warnings = [r.getMessage() for r in caplog.records if "last bits may differ" in r.message]
+        change = "off -> eager" if compiled else "eager -> off"
+        assert [change in text for text in warnings] == ([] if number == 0 else [True])
+    part_of_run(tmp_path / "bare", False, None)
+    weights = [store.load(newest(tmp_path / name), MODEL) for name in ("run", "bare")]
+    assert list(equal.differ("model", *weights)) == []

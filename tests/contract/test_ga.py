@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ TEN = range(1, 11)
 def test_ga_a_a_short_tail_is_divided_by_its_own_size() -> None:
     asked: list[float] = []
 
-    def build(base: float):  # type: ignore[no-untyped-def]
+    def build(base: float, stretch: Any):  # type: ignore[no-untyped-def]
         def curve(where: float) -> float:
             asked.append(where)
             return base

@@ -12,14 +12,35 @@ import pytest
 import torch
 from torch import nn
 
-from phaseloop import Data, Phases, Run, Schedule, Task, TensorData, Warmup
+from phaseloop import (
+    Data,
+    GroupRules,
+    Phases,
+    Run,
+    Schedule,
+    Task,
+    TensorData,
+    Warmup,
+    parameter_groups,
+)
 from phaseloop.engine import registry
-from phaseloop.engine.schedules import composite, constant, cosine, linear, multi_step
+from phaseloop.engine.schedules import (
+    Stretch,
+    composite,
+    constant,
+    cosine,
+    cosine_restarts,
+    linear,
+    multi_step,
+)
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.metrics_file import MetricsFile
+from tests.rigs import equal, process, r1
+from tests.rigs.equal import assert_eq, probe_of
 from tests.rigs.probes import Break, BreakAt, RecordingSGD, SkipAt
 from tests.rigs.r0 import r0, train
+from tests.rigs.r1 import At
 
 # One set of options for each registered schedule; a new one without options here fails below.
 CURVES: dict[str, dict[str, Any]] = {
@@ -30,6 +51,8 @@ CURVES: dict[str, dict[str, Any]] = {
     "step": {"steps": 3},
     "polynomial": {"power": 2.0},
     "exponential": {"decay": 0.1},
+    "cosine_restarts": {"cycles": 3, "growth": 2.0, "decay": 0.5},
+    "inverse_sqrt": {"length": 0.2, "unit": "fraction"},
     "composite": {
         "parts": [{"name": "linear", "start": 0.6, "end": 4.8}, {"name": "cosine"}],
         "lengths": [0.1, 0.9],
@@ -37,7 +60,7 @@ CURVES: dict[str, dict[str, Any]] = {
 }
 WARMUPS = [None, Warmup(0.0, updates=1), Warmup(1e-4, fraction=0.5), Warmup(1e-4, epochs=0.5)]
 
-Build = Callable[[float], Callable[[float], float]]
+Build = Callable[[float, Stretch], Callable[[float], float]]
 
 
 def curve(name: str) -> Build:
@@ -48,8 +71,8 @@ def curve(name: str) -> Build:
 def spied(build: Build, asked: list[float]) -> Build:
     """``build`` whose curves write down every position that they are asked for."""
 
-    def build_spied(base: float) -> Callable[[float], float]:
-        inner = build(base)
+    def build_spied(base: float, stretch: Stretch) -> Callable[[float], float]:
+        inner = build(base, stretch)
 
         def ask(where: float) -> float:
             asked.append(where)
@@ -83,7 +106,9 @@ def test_lr_a_update_k_of_n_uses_position_k_minus_1_over_n(name: str, updates: i
     )
     train(task, learning_rate=LearningRate())
     assert asked == [k / updates for k in range(updates)]
-    assert recording(task).rates == [[build(0.1)(k / updates)] for k in range(updates)]
+    assert recording(task).rates == [
+        [build(0.1, Stretch(updates, 1))(k / updates)] for k in range(updates)
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -95,7 +120,9 @@ def test_lr_a_by_epoch_each_epoch_uses_its_own_position(name: str, epochs: int) 
     task = r0(range(2), 1, lr=0.1, epochs=epochs, optimizer=RecordingSGD, schedule=schedule)
     train(task, learning_rate=LearningRate())
     assert asked == [k / epochs for k in range(epochs) for _ in range(2)]
-    assert recording(task).rates == [[build(0.1)(where)] for where in asked]
+    assert recording(task).rates == [
+        [build(0.1, Stretch(2 * epochs, epochs))(where)] for where in asked
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +178,7 @@ def test_lr_a_resumed_before_the_last_update(name: str, tmp_path: Path) -> None:
     assert task.resumed
     last = (updates - 1) / updates
     assert asked == [last]
-    assert recording(task).rates == [[curve(name)(0.1)(last)]]
+    assert recording(task).rates == [[curve(name)(0.1, Stretch(updates, 1))(last)]]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +245,7 @@ def test_lr_c_one_group_and_named_groups_are_logged_by_their_names(tmp_path: Pat
 
 
 def test_lr_d_a_composite_begins_each_part_where_it_is_due() -> None:
-    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8)
+    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8, Stretch(1, 1))
     wheres = [0, 0.05, 0.0999999, 0.1, 0.55, 0.999]
     contract = [0.6, 2.7, 4.8, 4.8, 2.4, 1.5e-05]
     assert [f"{both(where):.2g}" for where in wheres] == [f"{value:.2g}" for value in contract]
@@ -229,7 +256,7 @@ def test_lr_d_a_composite_begins_each_part_where_it_is_due() -> None:
 
 def test_lr_d_no_update_of_a_long_run_takes_a_part_too_early() -> None:
     # fvcore's composite begins a part 1e-6 early: 3 updates of 3 million.
-    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8)
+    both = registry.schedules.get("composite").target(**CURVES["composite"])(4.8, Stretch(1, 1))
     n = 3_000_000
     for k in range(n // 10 - 5, n // 10):
         assert both(k / n) == pytest.approx(0.6 + 4.2 * (k / n) / 0.1, rel=1e-12)
@@ -239,11 +266,12 @@ def test_lr_d_no_update_of_a_long_run_takes_a_part_too_early() -> None:
 def test_lr_d_warm_up_is_never_dropped(name: str) -> None:
     schedule = Schedule(curve(name), warmup=Warmup(0.001, fraction=0.1))
     schedule.plan(1000, 10)
-    top = curve(name)(0.1)(0.0)
+    main = curve(name)(0.1, Stretch(900, 9, 100, 1))
+    top = main(0.0)
     assert schedule.value(0.1, 0, 0) == 0.001
     assert schedule.value(0.1, 50, 0) == pytest.approx((0.001 + top) / 2)
     assert schedule.value(0.1, 100, 0) == top
-    assert schedule.value(0.1, 550, 0) == pytest.approx(curve(name)(0.1)(0.5))
+    assert schedule.value(0.1, 550, 0) == pytest.approx(main(0.5))
 
 
 def test_lr_d_changing_one_value_never_changes_another() -> None:
@@ -256,7 +284,7 @@ def test_lr_d_changing_one_value_never_changes_another() -> None:
             ],
             [0.1, 0.9],
         )
-        return [build(4.8)(k / 100) for k in range(100)]
+        return [build(4.8, Stretch(100, 1))(k / 100) for k in range(100)]
 
     base = values()
     assert values(first=0.1)[10:] == base[10:]
@@ -334,3 +362,41 @@ def test_lr_schedules_of_other_options_move_too() -> None:
     rate = Schedule(linear())
     train(r0(range(4), 1, optimizer=make, schedule=[rate, halve]), learning_rate=LearningRate())
     assert used == [(1.0, 0.8), (0.75, 0.8), (0.5, 0.4), (0.25, 0.4)]
+
+
+def by_rule(model: nn.Module) -> torch.optim.Optimizer:
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    rules = GroupRules(no_decay=["bias"], rules={"head": {"match": "3.*", "lr_scale": 3}})
+    return torch.optim.AdamW(parameter_groups(model, options, rules), **options)
+
+
+def train_by_rule(folder: Path, **options: Any) -> dict[str, Any]:
+    """R1 with these groups, each with schedules of its own."""
+    drops = multi_step([4, 17], gamma=0.5, unit="updates")
+    schedules = [
+        Schedule(cosine_restarts(2), warmup=Warmup(updates=3), groups=["rest", "no_decay"]),
+        Schedule(drops, groups=["head", "head.no_decay"]),
+        Schedule(linear(0.04, 0.4), option="weight_decay"),
+        Schedule(linear(end=0.5), option="momentum", interval="epoch"),
+    ]
+    more = {"optimizer": by_rule, "schedule": schedules, "test": True}
+    return r1.train(folder, probe_of(folder), save={"every_updates": 5}, **more, **options)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [At("on_forward", 13), At("on_phase_end", 10), At("on_step", 20, phase="test", position=1)],
+    ids=["in mid-epoch", "at an epoch's end", "in a test"],
+)
+def test_res_i_groups_by_rule_with_several_schedules(tmp_path: Path, at: At) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    process.result(train_by_rule, whole)
+    first = process.run(train_by_rule, folder, hooks={"at": at})
+    assert first.code < 0, first.output
+    process.result(train_by_rule, folder)
+    assert_eq(whole, folder)
+    last = [row for row in equal.rows(folder) if "loss" in row][-1]
+    assert last["momentum/head"] == pytest.approx(0.9 - 0.4 * 2 / 3)  # the last epoch of three
+    assert last["weight_decay/rest"] == pytest.approx(0.04 + 0.36 * 29 / 30)
+    assert last["weight_decay/no_decay"] == 0
+    assert last["lr/head"] == pytest.approx(0.03 * 0.25)

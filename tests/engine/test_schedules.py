@@ -15,9 +15,35 @@ from torch import nn
 
 from phaseloop import ConfigError, Schedule, Warmup
 from phaseloop.engine import registry
-from phaseloop.engine.schedules import Joined, Rates, composite, constant, cosine, multi_step, step
+from phaseloop.engine.phases import EpochLengths
+from phaseloop.engine.schedules import (
+    Joined,
+    Rates,
+    Stretch,
+    composite,
+    constant,
+    cosine,
+    cosine_restarts,
+    inverse_sqrt,
+    multi_step,
+    step,
+)
+from phaseloop.hooks.learning_rate import LearningRate
+from tests.rigs.probes import RecordingSGD
+from tests.rigs.r0 import r0, train
 
 BASE = 0.3
+STRETCH = Stretch(updates=64, epochs=4)
+
+
+def restarts(lengths: list[float], tops: list[float], where: float) -> float:
+    """Half a cosine after the other, each from its top to 0.1."""
+    for length, top in zip(lengths, tops, strict=True):
+        if where < length:
+            return 0.1 + (top - 0.1) * (1 + math.cos(math.pi * where / length)) / 2
+        where -= length
+    raise AssertionError(where)
+
 
 # name, options, formula of where in [0, 1) for the base value 0.3
 FORMULAS: list[tuple[str, dict[str, Any], Callable[[float], float]]] = [
@@ -51,6 +77,52 @@ FORMULAS: list[tuple[str, dict[str, Any], Callable[[float], float]]] = [
     ("polynomial", {"power": 2.0}, lambda w: BASE * (1 - w) ** 2),
     ("polynomial", {"power": 0.5}, lambda w: BASE * math.sqrt(1 - w)),
     ("exponential", {"decay": 0.1}, lambda w: BASE * 0.1**w),
+    ("step", {"every": 0.25}, lambda w: BASE * 0.1 ** math.floor(4 * w)),
+    ("step", {"every": 1.5, "unit": "epochs"}, lambda w: BASE * 0.1 ** math.floor(4 * w / 1.5)),
+    ("step", {"every": 24, "unit": "updates"}, lambda w: BASE * 0.1 ** math.floor(64 * w / 24)),
+    (
+        "multi_step",
+        {"milestones": [1, 3], "unit": "epochs"},
+        lambda w: BASE * (1 if w < 0.25 else 0.1 if w < 0.75 else 0.01),
+    ),
+    (
+        "multi_step",
+        {"milestones": [16, 48], "unit": "updates"},
+        lambda w: BASE * (1 if w < 0.25 else 0.1 if w < 0.75 else 0.01),
+    ),
+    # Three cycles of 1, 2 and 4 parts of 7; the second begins 0.4 times as high above the end.
+    (
+        "cosine_restarts",
+        {"cycles": 3, "growth": 2, "decay": 0.4, "end": 0.1},
+        lambda w: restarts([1 / 7, 2 / 7, 4 / 7], [0.3, 0.1 + 0.4 * 0.2, 0.1 + 0.16 * 0.2], w),
+    ),
+    ("cosine_restarts", {"cycles": 2, "start": 1.0},
+     lambda w: (1 + math.cos(math.pi * (2 * w % 1))) / 2),
+    ("inverse_sqrt", {"length": 16}, lambda w: BASE * math.sqrt(16 / max(16, 64 * w))),
+    ("inverse_sqrt", {"length": 2, "unit": "epochs"},
+     lambda w: BASE * math.sqrt(2 / max(2, 4 * w))),
+    ("inverse_sqrt", {"length": 0.25, "unit": "fraction"},
+     lambda w: BASE * math.sqrt(1 / max(1, 4 * w))),
+    (
+        "composite",
+        {"parts": [{"name": "linear", "start": 0.0, "end": 1.0}, {"name": "constant"}],
+         "lengths": [1, None], "unit": "epochs"},
+        lambda w: 4 * w if w < 0.25 else BASE,
+    ),
+    (
+        "composite",
+        {"parts": [{"name": "linear", "start": 0.0, "end": 1.0}, {"name": "constant"}],
+         "lengths": [16, 48], "unit": "updates"},
+        lambda w: 4 * w if w < 0.25 else BASE,
+    ),
+    # Milestones count from the training's start, inside a part as well.
+    (
+        "composite",
+        {"parts": [{"name": "constant"},
+                   {"name": "multi_step", "milestones": [3], "unit": "epochs"}],
+         "lengths": [0.25, 0.75]},
+        lambda w: BASE * (1 if w < 0.75 else 0.1),
+    ),
     (
         "composite",
         {"parts": [{"name": "linear", "start": 0.0, "end": 1.0}, {"name": "constant"}],
@@ -63,7 +135,7 @@ POSITIONS = [k / 64 for k in range(64)] + [0.999999]
 
 
 def curve(name: str, **options: Any) -> Callable[[float], float]:
-    return registry.schedules.get(name).target(**options)(BASE)
+    return registry.schedules.get(name).target(**options)(BASE, STRETCH)
 
 
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
@@ -85,7 +157,7 @@ def test_every_registered_curve_is_checked() -> None:
 def test_a_milestone_falls_on_its_update_whatever_the_rounding(steps: int, epochs: int) -> None:
     """Update k of N uses (k-1)/N; with N a multiple of the steps a part has N / steps updates."""
     n = steps * epochs
-    made = step(steps, gamma=0.5)(1.0)
+    made = step(steps, gamma=0.5)(1.0, STRETCH)
     values = [made(k / n) for k in range(n)]
     assert values == [0.5 ** (k // epochs) for k in range(n)]
 
@@ -148,6 +220,87 @@ def test_the_first_update_after_the_warm_up_has_the_full_value(n: int, data: Any
     before = 0.1 + (BASE - 0.1) * (warm_updates - 1) / warm_updates
     assert schedule.value(BASE, warm_updates - 1, 0) == pytest.approx(before, rel=1e-9)
     assert schedule.value(BASE, warm_updates - 1, 0) < BASE
+
+
+def test_milestones_in_epochs_count_from_the_trainings_start() -> None:
+    """Of 6 epochs of 2 updates the first is warm-up; the drops stay at 2 and 4."""
+    curve = multi_step([2, 4], gamma=0.5, unit="epochs")
+    values = rates(Schedule(curve, warmup=Warmup(0.1, epochs=1)), 12, 6)
+    half, quarter = BASE / 2, BASE / 4
+    expected = [0.1, (0.1 + BASE) / 2, BASE, BASE, *[half] * 4, *[quarter] * 4]
+    assert values == pytest.approx(expected, rel=1e-12)
+    # So do steps, of which the first two fall into the warm-up here.
+    often = Schedule(step(every=2, gamma=0.5, unit="updates"), warmup=Warmup(0.0, updates=4))
+    assert rates(often, 8)[4:] == pytest.approx([quarter, quarter, BASE / 8, BASE / 8])
+
+
+def test_inverse_sqrt_with_a_warm_up_is_the_schedule_of_attention_is_all_you_need() -> None:
+    """lr(k) = d * min(k ** -0.5, k * w ** -1.5) after k updates; here d * w ** -0.5 is the base."""
+    warm, n = 5, 20
+    d = BASE * math.sqrt(warm)
+    expected = [d * min(k**-0.5 if k else math.inf, k * warm**-1.5) for k in range(n)]
+    made = Schedule(inverse_sqrt(), warmup=Warmup(0.0, updates=warm))
+    assert rates(made, n) == pytest.approx(expected, rel=1e-12)
+
+
+def test_milestones_after_the_end_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """No error: a run may be made shorter, and its schedule may not change then."""
+    made = Schedule(multi_step([1, 30, 60], unit="epochs"))
+    assert rates(made, 4, 2) == pytest.approx([BASE, BASE, BASE / 10, BASE / 10])
+    assert [record.getMessage() for record in caplog.records] == [
+        "the training ends before these milestones of its schedule: 30, 60 epochs"
+    ]
+
+
+def test_parts_in_epochs_fill_what_follows_the_warm_up() -> None:
+    parts = composite([{"name": "constant"}, {"name": "linear"}], [1, 2], "epochs")
+    made = Schedule(parts, warmup=Warmup(0.0, epochs=1))
+    expected = [0, BASE / 2, BASE, BASE, *(BASE * (1 - k / 4) for k in range(4))]
+    assert rates(made, 8, 4) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ConfigError, match=r"\[1, 2\] epochs do not fill the 4 epochs"):
+        rates(made, 10, 5)
+
+
+@pytest.mark.parametrize(
+    ("build", "warmup", "expected"),
+    [
+        (multi_step([2, 3], unit="epochs"), None, [1.0] * 8 + [0.1] * 2 + [0.01] * 2),
+        (step(every=2, unit="epochs"), None, [1.0] * 8 + [0.1] * 4),
+        (constant(), Warmup(0.0, epochs=1.5), [k / 6 for k in range(6)] + [1.0] * 6),
+        (composite([{"name": "constant"}, {"name": "linear"}], [2, 2], "epochs"), None,
+         [1.0] * 8 + [1.0, 0.75, 0.5, 0.25]),
+        (composite([{"name": "constant"}, {"name": "linear"}], [1, None], "epochs"),
+         Warmup(0.0, epochs=1), [0, 0.25, 0.5, 0.75] + [1.0] * 4 + [1.0, 0.75, 0.5, 0.25]),
+    ],
+)  # fmt: skip
+def test_epochs_may_be_of_different_lengths(
+    build: Any, warmup: Warmup | None, expected: list[float]
+) -> None:
+    """Two epochs of 4 updates and two of 2: what is said in epochs falls on their borders."""
+    lengths = EpochLengths({1: 4, 3: 2})
+    schedule = Schedule(build, warmup=warmup)
+    schedule.plan(12, 4, lengths)
+    values = [schedule.value(1.0, k, lengths.split(k)[0]) for k in range(12)]
+    assert values == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_task_whose_batch_size_changes_knows_where_its_epochs_begin() -> None:
+    """8 samples in batches of 2, and from epoch 3 on of 4."""
+    task = r0(
+        range(8), {1: 2, 3: 4}, epochs=4, optimizer=RecordingSGD,  # type: ignore[arg-type]
+        schedule=Schedule(multi_step([2, 3], unit="epochs")),
+    )  # fmt: skip
+    train(task, learning_rate=LearningRate())
+    optimizer = task.optimizers["optimizer"]
+    assert isinstance(optimizer, RecordingSGD)
+    used = [rate for (rate,) in optimizer.rates]
+    assert used == pytest.approx([1.0] * 8 + [0.1] * 2 + [0.01] * 2)
+
+
+def test_an_error_names_the_place_of_its_schedule() -> None:
+    made = Schedule(inverse_sqrt(), key="schedule.lr")
+    with pytest.raises(ConfigError, match=r"^schedule\.lr\.length: give a length"):
+        rates(made, 10)
 
 
 # --- intervals ---
@@ -229,6 +382,11 @@ def test_lengths_that_do_not_make_a_whole_are_an_error(parts: int, lengths: list
 # --- errors of the curves ---
 
 
+def lengths(given: list[float | None], unit: str) -> Any:
+    """Two parts of these lengths on 64 updates, 4 epochs."""
+    return composite([{"name": "constant"}] * 2, given, unit)(1.0, STRETCH)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "key"),
     [
@@ -236,11 +394,27 @@ def test_lengths_that_do_not_make_a_whole_are_an_error(parts: int, lengths: list
         (lambda: multi_step([0.0, 0.2]), "schedule.milestones"),
         (lambda: multi_step([0.5, 1.0]), "schedule.milestones"),
         (lambda: multi_step([0.5], factors=[0.1, 0.2]), "schedule.factors"),
-        (lambda: multi_step([0.5, 0.5])(1.0), "schedule.milestones"),
+        (lambda: multi_step([0.5, 0.5])(1.0, STRETCH), "schedule.milestones"),
         (lambda: step(0), "schedule.steps"),
         (lambda: composite([{"end": 1}], [1.0]), "schedule.parts.0.name"),
         (lambda: composite([{"name": "constant"}], [0.5]), "schedule.lengths"),
         (lambda: composite([{"name": "constant"}], [0.5, 0.5]), "schedule.lengths"),
+        (lambda: composite([{"name": "constant"}], [None]), "schedule.lengths"),
+        (lambda: lengths([1, 2], "epochs"), "schedule.lengths"),
+        (lambda: lengths([70, None], "updates"), "schedule.lengths"),
+        (lambda: lengths([None, 1], "epochs"), "schedule.lengths"),
+        (lambda: multi_step([1], unit="hours"), "schedule.unit"),
+        (lambda: multi_step([0], unit="epochs"), "schedule.milestones"),
+        (lambda: multi_step([1], unit="epochs")(1.0, Stretch(8, 2, 8, 2)), "schedule.milestones"),
+        (lambda: step(), "schedule.steps"),
+        (lambda: step(2, 0.5), "schedule.steps"),
+        (lambda: step(2, unit="epochs"), "schedule.unit"),
+        (lambda: step(every=0), "schedule.every"),
+        (lambda: cosine_restarts(0), "schedule.cycles"),
+        (lambda: cosine_restarts(2, growth=0), "schedule.growth"),
+        (lambda: cosine_restarts(2, decay=-1), "schedule.decay"),
+        (lambda: inverse_sqrt(0), "schedule.length"),
+        (lambda: inverse_sqrt()(1.0, STRETCH), "schedule.length"),
     ],
 )
 def test_wrong_options_name_their_key(make: Callable[[], Any], key: str) -> None:

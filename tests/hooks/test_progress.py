@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phaseloop import ConfigError, Trainer, default_hooks
+from phaseloop import ConfigError, Phases, Trainer, default_hooks
+from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.recorder import Recorder
 from phaseloop.hooks import progress
 from phaseloop.hooks.console import Console
@@ -203,10 +204,10 @@ def test_ranks_but_the_primary_are_silent(capsys, monkeypatch):
 
 def test_time_to_go():
     task = SimpleNamespace(
-        plan=SimpleNamespace(updates=100),
-        progress=SimpleNamespace(updates=40, samples=160),
-        train_data=SimpleNamespace(batch_size=4),
+        plan=PhasePlan(Phases(epochs=10), 10, []),
+        progress=SimpleNamespace(updates=40, samples=160, stage=0),
+        stages=SimpleNamespace(given=[None], loaders=[SimpleNamespace(samples=40)]),
     )
     hook = Progress()
     hook._whole = SimpleNamespace(rate=lambda samples: 8.0)
-    assert hook._to_go(task) == "30 s to go"  # 60 updates of 4 samples at 8 a second
+    assert hook._to_go(task) == "30 s to go"  # 6 epochs of 40 samples at 8 a second

@@ -20,7 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from phaseloop import Accuracy, Data, Hook, Order, Phases, Run, Schedule, Task, Trainer, Warmup
+from phaseloop import (
+    Accuracy,
+    Data,
+    Hook,
+    Order,
+    Phases,
+    Run,
+    Schedule,
+    Stage,
+    Task,
+    Trainer,
+    Warmup,
+)
 from phaseloop.engine.events import EVENTS
 from phaseloop.engine.schedules import composite, constant, cosine, multi_step
 from phaseloop.hooks import (
@@ -131,7 +143,7 @@ def make_task(
     workers: int = 0,
     test: bool | Sequence[str] = False,
     data: Mapping[str, Any] | None = None,
-    phases: Mapping[str, Any] | None = None,
+    phases: Mapping[str, Any] | Sequence[Stage] | None = None,
     run: Mapping[str, Any] | None = None,
     extra: int = 0,
     **options: Any,
@@ -142,7 +154,8 @@ def make_task(
         folder: the run's folder.
         test: with a test set, or with several of these names, tested at each epoch's end unless
             ``phases`` says otherwise; each next one has one sample more.
-        data, phases, run: further options of the training data, the phases and the run.
+        data, phases, run: further options of the training data, the phases and the run; phases
+            may be a list of stages.
         options: further options of the task; a schedule may be a :class:`Plan`.
     """
     plan = options.get("schedule")
@@ -153,7 +166,7 @@ def make_task(
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": optimizer(optimizer_name, model),
         "train": Data(Samples(augment=augment), BATCH, workers=workers, **(data or {})),
-        "phases": Phases(epochs=epochs, **(phases or {})),
+        "phases": phases if isinstance(phases, list) else Phases(epochs=epochs, **(phases or {})),
         "train_meters": {"accuracy": Accuracy()},
     }
     if test:

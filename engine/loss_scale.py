@@ -1,0 +1,123 @@
+"""Loss scale: losses in half precision are multiplied before backward, gradients divided after.
+
+float16 has no numbers between 0 and 6e-8: small gradients would be lost. The scale falls when
+gradients overflow, and rises again after a while without (Micikevicius et al., "Mixed precision
+training", ICLR 2018). The arithmetic is torch's ``GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from phaseloop.engine.errors import ConfigError
+
+
+@dataclass
+class LossScale:
+    """How the scale begins and moves.
+
+    Args:
+        initial: scale of the first update.
+        growth_interval: updates without overflow until it is multiplied by ``growth``.
+        growth: more than 1.
+        backoff: what it is multiplied by after an overflow; between 0 and 1.
+    """
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+
+    def check(self, key: str) -> None:
+        """Raises ConfigError for a number out of range."""
+        wrong = {
+            "initial": not self.initial > 0,
+            "growth_interval": self.growth_interval < 1,
+            "growth": not self.growth > 1,
+            "backoff": not 0 < self.backoff < 1,
+        }
+        limits = {
+            "initial": "more than 0",
+            "growth_interval": "at least 1",
+            "growth": "more than 1",
+            "backoff": "between 0 and 1",
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(f"{key}.{name}", f"{getattr(self, name)} is not {limits[name]}")
+
+
+class Scaler:
+    """The loss scale of one training.
+
+    Attributes:
+        last_scale: the scale that the last overflow was found at.
+    """
+
+    def __init__(self, device: torch.device, settings: LossScale) -> None:
+        self._scaler = _TorchScaler(
+            device.type,
+            init_scale=settings.initial,
+            growth_factor=settings.growth,
+            backoff_factor=settings.backoff,
+            growth_interval=settings.growth_interval,
+        )
+        self._unscaled: set[str] = set()
+        self.last_scale = settings.initial
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as backward has to see it."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizers: Mapping[str, Optimizer]) -> tuple[str, ...]:
+        """Divide the gradients of these optimizers; the names of those that overflowed.
+
+        Here the host waits for the device: one flag for each optimizer.
+        """
+        if not self._unscaled.isdisjoint(optimizers):  # a second step of one within a window
+            self.update()
+        overflowed = []
+        for name, optimizer in optimizers.items():
+            if not _has_gradients(optimizer):
+                continue
+            self._scaler.unscale_(optimizer)
+            self._unscaled.add(name)
+            if any(float(flag) for flag in self._scaler.overflows(optimizer)):
+                overflowed.append(name)
+        if overflowed:
+            self.last_scale = self._scaler.get_scale()
+        return tuple(overflowed)
+
+    def update(self) -> None:
+        """Let the scale fall or rise, once per update, by what was found at ``unscale``."""
+        if self._unscaled:
+            self._scaler.update()
+            self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the count of updates without overflow."""
+        return dict(self._scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse."""
+        self._scaler.load_state_dict(state)
+
+
+class _TorchScaler(GradScaler):
+    """torch's scaler, which keeps to itself what it found; asking it costs no second look."""
+
+    def overflows(self, optimizer: Optimizer) -> list[Tensor]:
+        """A flag for each device that holds gradients of ``optimizer``: 1 after an overflow."""
+        return list(self._found_inf_per_device(optimizer).values())
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,260 @@
+"""The plan of a stage: how many updates it makes, when it tests, and when it is over.
+
+It holds no state of its own: all state is in ``Progress``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from phaseloop.engine import durations
+from phaseloop.engine.phases import Phases
+from phaseloop.engine.progress import Progress
+
+
+class Origin(NamedTuple):
+    """Where a stage begins: what was done in the run before it."""
+
+    epochs: int = 0
+    updates: int = 0
+    seconds: float = 0.0
+
+
+class EpochLengths:
+    """Batches in each training epoch.
+
+    Args:
+        given: the same number for all, or a mapping from an epoch to the number from there on,
+            which begins with epoch 1.
+    """
+
+    def __init__(self, given: int | Mapping[int, int]) -> None:
+        steps = {1: given} if isinstance(given, int) else dict(sorted(given.items()))
+        self._firsts, self._lengths = list(steps), list(steps.values())
+        # Windows before each of these epochs.
+        self._before = [0]
+        for (a, b), length in zip(pairwise(self._firsts), self._lengths, strict=False):
+            self._before.append(self._before[-1] + (b - a) * length)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Epoch to batches in each from there on, until the next one that is named."""
+        return dict(zip(self._firsts, self._lengths, strict=True))
+
+    def of(self, epoch: int) -> int:
+        """Batches in one epoch."""
+        return self._lengths[max(0, bisect_right(self._firsts, epoch) - 1)]
+
+    def before(self, epoch: int) -> int:
+        """Batches in all epochs before this one."""
+        step = max(0, bisect_right(self._firsts, epoch) - 1)
+        return self._before[step] + (epoch - self._firsts[step]) * self._lengths[step]
+
+    @property
+    def even(self) -> bool:
+        """All epochs are equally long."""
+        return len(set(self._lengths)) == 1
+
+    def updates_at(self, epochs: float) -> float:
+        """Batches in so many epochs, the last of which may be a part of one."""
+        whole = int(epochs)
+        return self.before(whole + 1) + (epochs - whole) * self.of(whole + 1)
+
+    def epochs_at(self, windows: float) -> float:
+        """The reverse of :meth:`updates_at`."""
+        epochs, rest = self.split(int(windows))
+        return epochs + (rest + windows - int(windows)) / self.of(epochs + 1)
+
+    def split(self, windows: int) -> tuple[int, int]:
+        """So many batches as whole epochs, and batches of the next one."""
+        step = bisect_right(self._before, windows) - 1
+        epochs, rest = divmod(windows - self._before[step], self._lengths[step])
+        return self._firsts[step] - 1 + epochs, rest
+
+
+class PhasePlan:
+    """Decides what comes next in one stage.
+
+    Args:
+        phases: lengths and cadence.
+        windows_per_epoch: batches in a training epoch, as :class:`EpochLengths` takes them, by
+            the epochs of the whole run; 0 without training data.
+        test_sets: names of the test sets, in order.
+        origin: where in the run the stage begins; its lengths and cadence count from there.
+
+    Attributes:
+        lengths: batches in every epoch.
+        trains: there is training data.
+        keeps_time: wall time has a say.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        windows_per_epoch: int | Mapping[int, int],
+        test_sets: Sequence[str],
+        origin: Origin = Origin(),  # noqa: B008 it cannot be changed
+    ) -> None:
+        self.phases = phases
+        self.lengths = EpochLengths(windows_per_epoch)
+        self.trains = self.lengths.of(1) > 0
+        self.test_sets = list(test_sets)
+        self.origin = origin
+        self._before = self.lengths.before(origin.epochs + 1)
+        self._time = _seconds(phases.time)
+        self._test_time = _seconds(phases.test_every_time)
+        self.keeps_time = self._time is not None or self._test_time is not None
+        every = phases.test_every_epochs
+        self._within_epochs = every is not None and every != int(every)
+
+    # --- how long it is ---
+
+    def windows_in(self, epoch: int) -> int:
+        """Batches in one training epoch; fewer in a last one of which a fraction is asked for."""
+        full = self.lengths.of(epoch)
+        epochs = self.phases.epochs
+        if epochs is not None and epoch - self.origin.epochs == math.ceil(epochs):
+            return full - math.floor((math.ceil(epochs) - epochs) * full + _ROUNDING)
+        return full
+
+    @property
+    def updates(self) -> int:
+        """Updates planned for the stage; 0 where that is not known, since its length is a time."""
+        lengths = []
+        epochs = self.phases.epochs
+        if epochs is not None:
+            last = self.origin.epochs + math.ceil(epochs)
+            lengths.append(self._windows_before(last) + self.windows_in(last) if epochs else 0)
+        if self.phases.updates is not None and self.trains:
+            lengths.append(self.phases.updates)
+        return min(lengths, default=0)
+
+    @property
+    def epochs(self) -> float:
+        """Epochs planned for the stage; a fraction where updates end in mid-epoch."""
+        return self._epochs_of(self.updates)
+
+    def epochs_after(self, updates: int) -> float:
+        """So many updates of the run, in epochs of the stage; a fraction in mid-epoch."""
+        return self._epochs_of(updates - self.origin.updates)
+
+    def updates_at(self, epochs: float) -> float:
+        """Updates in so many epochs of the stage."""
+        return self.lengths.updates_at(self.origin.epochs + epochs) - self._before
+
+    def epochs_at(self, updates: float) -> float:
+        """The reverse of :meth:`updates_at`."""
+        return self.lengths.epochs_at(self._before + updates) - self.origin.epochs
+
+    def _epochs_of(self, updates: int) -> float:
+        if not self.trains:
+            return 0.0
+        epochs, rest = self.lengths.split(self._before + updates)
+        length = self.lengths.of(epochs + 1)
+        # Not epochs + rest / length: one division is right to the last bit.
+        return ((epochs - self.origin.epochs) * length + rest) / length
+
+    def _windows_before(self, epoch: int) -> int:
+        return self.lengths.before(epoch) - self._before
+
+    # --- where the run stands in it ---
+
+    def updates_done(self, progress: Progress) -> int:
+        """Updates made in the stage."""
+        return progress.updates - self.origin.updates
+
+    def epoch(self, progress: Progress) -> int:
+        """Number of the current or last epoch in the stage, from 1; 0 before the first."""
+        return progress.epoch - self.origin.epochs
+
+    def train_is_over(self, progress: Progress) -> bool:
+        """The length is reached: no further update is due."""
+        if not self.trains or self.length_reached(progress):
+            return True
+        if progress.epoch_open or self.epoch_is_unfinished(progress):
+            return False
+        return self._epochs_are_over(progress)
+
+    def length_reached(self, progress: Progress) -> bool:
+        """No update may follow, in the middle of an epoch or at its end.
+
+        Beyond the last epoch a run is only after it was made shorter.
+        """
+        epochs, updates, time = self.phases.epochs, self.phases.updates, self._time
+        return (
+            (updates is not None and progress.updates - self.origin.updates >= updates)
+            or (epochs is not None and progress.epoch - self.origin.epochs > math.ceil(epochs))
+            or (time is not None and progress.seconds - self.origin.seconds >= time)
+        )
+
+    def epoch_is_unfinished(self, progress: Progress) -> bool:
+        """The train phase ended before its data did, since the run was planned shorter then."""
+        return (
+            progress.epoch > self.origin.epochs
+            and not progress.ended_early
+            and progress.windows < self.windows_in(progress.epoch)
+        )
+
+    def below_minimum(self, progress: Progress) -> bool:
+        """A stop asked for now would come before the minimum length."""
+        epochs = self.epoch(progress) - progress.epoch_open
+        return (
+            epochs < self.phases.min_epochs or self.updates_done(progress) < self.phases.min_updates
+        )
+
+    def _epochs_are_over(self, progress: Progress) -> bool:
+        epochs = self.phases.epochs
+        return epochs is not None and self.epoch(progress) >= epochs
+
+    # --- when it tests ---
+
+    def test_due_at_start(self, progress: Progress) -> bool:
+        """A test is due before the stage's first update."""
+        begun = progress.epoch > self.origin.epochs or progress.updates > self.origin.updates
+        return self.phases.test_at_start and not begun and self._untested(progress)
+
+    def test_due_in_epoch(self, progress: Progress) -> bool:
+        """A test is due after the update just made, in the middle of an epoch."""
+        every = self.phases.test_every_updates
+        due = every is not None and (progress.updates - self.origin.updates) % every == 0
+        if self._within_epochs:
+            due = due or self._fraction_passed(progress)
+        if self._test_time is not None:
+            due = due or progress.seconds - progress.tested_seconds >= self._test_time
+        return due and self._untested(progress)
+
+    def test_due_at_epoch_end(self, progress: Progress) -> bool:
+        """A test is due at the end of the epoch, before its phase-end hooks are called."""
+        if not self._untested(progress):
+            return False
+        phases = self.phases
+        cadences = (phases.test_every_epochs, phases.test_every_updates, phases.test_every_time)
+        if self.length_reached(progress) or self._epochs_are_over(progress):
+            return any(every is not None for every in cadences)
+        whole = None if self._within_epochs else phases.test_every_epochs
+        if whole is not None and self.epoch(progress) % whole == 0:
+            return True
+        return self.test_due_in_epoch(progress)
+
+    def _fraction_passed(self, progress: Progress) -> bool:
+        """The window just done has reached the next n-th part of an epoch."""
+        every = self.phases.test_every_epochs
+        assert every is not None
+        length = self.lengths.of(progress.epoch)
+        done = self.epoch(progress) - 1 + progress.windows / length
+        before = done - 1 / length
+        return math.floor(done / every + _ROUNDING) > math.floor(before / every + _ROUNDING)
+
+    def _untested(self, progress: Progress) -> bool:
+        return bool(self.test_sets) and progress.tested_at != progress.updates
+
+
+_ROUNDING = 1e-9  # .1 * 30 is a little more than 3
+
+
+def _seconds(text: str | None) -> float | None:
+    return None if text is None else durations.seconds(text, "phases.time")

@@ -1,0 +1,406 @@
+"""Stepping: what a train step says to its task, from the batch to the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phaseloop.engine.backends import Backend
+from phaseloop.engine.checkpoint.optimizer_state import check_names
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing, nearest
+from phaseloop.engine.events import Dispatcher
+from phaseloop.engine.gradients import apply_update, clear, count_groups, optimized
+from phaseloop.engine.model_options import ModelOptions, channels_last
+from phaseloop.engine.precision import Precision
+from phaseloop.engine.schedules import Rates
+from phaseloop.engine.settings import Gradients
+from phaseloop.engine.walk import Walk
+
+NO_SCALED_CLOSURE = (
+    "an optimizer that calls a closure has to see losses as they are, and float16 scales them; "
+    "use bfloat16 or float32"
+)
+
+
+class Stepping(Walk):
+    """The part of a task that a train step talks to.
+
+    Attributes:
+        changes_input: batches are converted for the model.
+        optimizers: by name; one without a name is called ``optimizer``.
+        every: by name, how often an optimizer steps: at every n-th window.
+        given_options: by name, the options of each group as it was made.
+        clipping: by name, how its gradients are clipped.
+        clips: some are.
+        parameters_of: by name, what it moves.
+        stepping: names of the optimizers that the next update moves.
+        trainable: the parameters of those.
+        gradient_norm: of these parameters before clipping, where ``clip_norm`` is set.
+        measuring: losses and outputs are taken in by the meters; off while a closure is called
+            again.
+    """
+
+    backend: Backend
+    hooks: Dispatcher
+    precision: Precision
+    model_options: ModelOptions
+    changes_input: bool
+    bare_model: nn.Module
+    criterion_module: Any
+    rates: dict[str, Rates]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizers: dict[str, Optimizer] = {}
+        self.every: dict[str, int] = {}
+        self.given_options: dict[str, list[dict[str, Any]]] = {}
+        self.has_frequencies = False
+        self.clips = False
+        self.clipping: dict[str, Gradients] = {}
+        self.parameters_of: dict[str, list[nn.Parameter]] = {}
+        self.stepping: tuple[str, ...] = ()
+        self.gradient_norm: Tensor | None = None
+        self.measuring = True
+        self._chosen = False
+        self._parameters: list[nn.Parameter] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the batches are."""
+        return self.backend.device
+
+    # --- the batch ---
+
+    def next_batch(self) -> Batch:
+        """The micro-batch of this step.
+
+        Raises:
+            NoBatchError: the step has already taken what the plan gives it, or is one that takes
+                whole windows.
+        """
+        batch = self._pending
+        if batch is None:
+            raise NoBatchError(self._why_no_batch())
+        self._pending = None
+        if self.changes_input:
+            batch = self._prepared(batch)
+        self.batch = batch
+        return batch
+
+    def window(self) -> Iterator[Batch]:
+        """The micro-batches of the window, for a step that takes it whole; as often as asked for.
+
+        Each time is a pass of its own: its gradients make a mean over the batch.
+
+        Raises:
+            PhaseloopError: the step was not registered with ``takes="window"``.
+        """
+        if not self.step_facts.takes_window:
+            raise PhaseloopError(
+                "this step gets one micro-batch a call, by next_batch(); one that goes through "
+                'window() has to be registered with takes="window"'
+            )
+        self.accumulator.begin_pass()
+        for batch in self._window:
+            if self.changes_input:
+                batch = self._prepared(batch)
+            self.batch = batch
+            yield batch
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """In the types and the memory layout that the model expects."""
+        batch = batch.with_data(self.precision.cast_input(batch.data))
+        if self.model_options.channels_last:
+            batch.input = channels_last(batch.input)
+        return batch
+
+    def _why_no_batch(self) -> str:
+        update = self.progress.updates + 1
+        if self.step_facts.takes_window:
+            return (
+                f"this step takes the whole window of update {update}: go through task.window(), "
+                f"as often as you like"
+            )
+        taken, planned = self.accumulator.taken, len(self.accumulator.window.pieces)
+        return (
+            f"this step asked for another micro-batch; it gets one per call, and this was "
+            f"number {taken} of {planned} in the window of update {update}"
+        )
+
+    # --- forward and loss ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for these inputs, in the configured precision."""
+        if self.precision.changes_forward:
+            output = self.compute(self.model, *args, **kwargs)
+        else:
+            output = self.model(*args, **kwargs)
+        self.output = output
+        self.hooks.on_forward(self)  # type: ignore[arg-type]
+        return output
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` in the configured precision.
+
+        For steps that call parts of the model. What comes out is at least float32.
+        """
+        if not self.precision.changes_forward:
+            return function(*args, **kwargs)
+        with self.precision.autocast(self.device):
+            output = function(*args, **kwargs)
+        return self.precision.widen(output)
+
+    def criterion(self, output: Any, target: Any, weight: Tensor | float | None = None) -> Tensor:
+        """The mean loss of the micro-batch; meters are updated.
+
+        Args:
+            output, target: what the criterion and the meters are given.
+            weight: see :meth:`measure`.
+
+        Raises:
+            ConfigError: the task has no criterion.
+        """
+        if self.criterion_module is None:
+            raise ConfigError("criterion", "this step needs a criterion, and there is none")
+        loss, parts = self.criterion_module(output, target), None
+        if not isinstance(loss, Tensor):
+            loss, parts = loss_of(loss)
+        self.measure(loss, output, target, parts, weight)
+        return loss
+
+    def measure(
+        self,
+        loss: Tensor,
+        output: Any,
+        target: Any,
+        parts: Mapping[str, Tensor] | None = None,
+        weight: Tensor | float | None = None,
+    ) -> None:
+        """Note a loss that the step computed itself; ``criterion`` does this for its own.
+
+        Args:
+            loss: mean over the micro-batch's samples, one element.
+            output, target: what the meters are given.
+            parts: named parts of the loss, each a mean as the loss is.
+            weight: number of elements that they are means over, where that is not the number of
+                samples, as for ``backward``: what is shown is then the mean over all elements.
+
+        Raises:
+            ConfigError: the loss or a part of it has more than one element.
+        """
+        self.loss = loss
+        batch = self.batch
+        if batch is not None and batch.weight and self.measuring:
+            if weight is None:
+                weight = batch.weight
+            elif isinstance(weight, Tensor):
+                weight = scalar(weight, "measure(weight=...)")
+            value = loss.detach() if loss.dim() == 0 else scalar(loss, "criterion")
+            self.meters.update(value, weight, output, target)
+            if self.train:
+                self.recorder.add("loss", value, weight)
+            if parts:
+                self._measure_parts(parts, weight)
+        self.hooks.on_loss_and_meter(self)  # type: ignore[arg-type]
+
+    def measure_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Note losses that are no parts of one sum, such as those of two optimizers.
+
+        Args:
+            parts: by name, each a mean over the micro-batch's samples, one element. Each is
+                logged and metered as ``loss/NAME``.
+
+        Raises:
+            ConfigError: one of them has more than one element.
+        """
+        *_, self.loss = parts.values()
+        if self.batch is not None and self.batch.weight and self.measuring:
+            self._measure_parts(parts, self.batch.weight)
+        self.hooks.on_loss_and_meter(self)  # type: ignore[arg-type]
+
+    def _measure_parts(self, parts: Mapping[str, Tensor], weight: Tensor | float) -> None:
+        named = {name: scalar(part, "criterion") for name, part in parts.items() if name != "loss"}
+        self.meters.add_parts(named, weight)
+        if self.train:
+            for name, part in named.items():
+                self.recorder.add(f"loss/{name}", part, weight)
+
+    # --- gradients and update ---
+
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
+        """Add this micro-batch's gradients.
+
+        Args:
+            loss: a mean over samples, one element.
+            weight: number of elements that the loss is a mean over, where that is not the number
+                of samples: valid tokens, say. The update is then the mean over all elements of
+                the batch. A loss of weight 0 must still be finite.
+
+        Raises:
+            PhaseloopError: called in a test phase, or before the step took its batch; or with a
+                weight twice for one micro-batch, or for some micro-batches of a window only.
+        """
+        batch = self.batch
+        if not self.train or batch is None:
+            raise PhaseloopError(
+                "backward() belongs after next_batch() in a train phase; "
+                "guard it with `if task.train:`"
+            )
+        loss = self.accumulator.weigh(loss, batch, weight)
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.hooks.on_backward(self)  # type: ignore[arg-type]
+
+    def update(self, closure: Callable[[], Tensor] | None = None) -> None:
+        """Move the parameters, if the window is full; before that, nothing.
+
+        A step that takes whole windows may call it several times in a window, each time for the
+        gradients since the last one: once for each optimizer, or for each piece of a sequence.
+
+        Args:
+            closure: for optimizers that ask for loss and gradients several times a step: goes
+                through the window, calls ``backward``, and gives the loss. Only in a step that
+                takes whole windows.
+
+        Raises:
+            PhaseloopError: a closure in a step that gets micro-batches.
+            ConfigError: a closure with ``precision=float16``, whose losses are scaled.
+        """
+        if not self.train:
+            return
+        accumulator = self.accumulator
+        if self.step_facts.takes_window:
+            if closure is not None:
+                self._check_closure()
+            if closure is not None or accumulator.has_gradients:
+                apply_update(self, closure)  # type: ignore[arg-type]
+        elif closure is not None:
+            raise PhaseloopError(
+                'a closure goes through the whole window: register the step with takes="window"'
+            )
+        elif accumulator.full and not accumulator.applied:
+            apply_update(self)  # type: ignore[arg-type]
+
+    def _check_closure(self) -> None:
+        if self.precision.scaler is not None:
+            raise ConfigError("precision", NO_SCALED_CLOSURE)
+        if len(self.stepping) > 1:
+            raise ConfigError(
+                "optimizers",
+                f"a closure is for one optimizer at a time, and {listing(self.stepping)} are at "
+                f"hand; use task.only(NAME)",
+            )
+
+    def due(self, optimizer: str) -> bool:
+        """Whether an optimizer steps in this window: at every n-th, counted over the run."""
+        progress = self.progress
+        return (progress.updates + progress.skipped + 1) % self.every[optimizer] == 0
+
+    @contextmanager
+    def only(self, *names: str) -> Iterator[None]:
+        """Within it, gradients are made for these optimizers' parameters alone, and
+        ``update`` moves these optimizers alone.
+
+        ``requires_grad`` of every other parameter is put back after it, on an error too; a frozen
+        parameter stays frozen.
+
+        Raises:
+            ConfigError: there is no optimizer of that name.
+        """
+        for name in names:
+            if name not in self.optimizers:
+                raise ConfigError(
+                    "optimizers",
+                    f"none is called {name!r}.{nearest(name, self.optimizers)} "
+                    f"There are: {listing(self.optimizers)}",
+                )
+        before = self.stepping, self.trainable, self._chosen
+        wanted = {id(p) for name in names for p in self.parameters_of[name]}
+        asleep = [p for p in self._parameters if p.requires_grad and id(p) not in wanted]
+        for parameter in asleep:
+            parameter.requires_grad_(False)
+        self._choose(names)
+        self._chosen = True
+        try:
+            yield
+        finally:
+            for parameter in asleep:
+                parameter.requires_grad_(True)
+            self.stepping, self.trainable, self._chosen = before
+
+    def choose_due(self) -> None:
+        """The next update moves the optimizers that are due; those of ``only`` are due anyway."""
+        if not self._chosen:
+            self._choose(tuple(name for name in self.optimizers if self.due(name)))
+            due = {id(p) for p in self.trainable}
+            clear(p for p in self._parameters if id(p) not in due)
+
+    def _choose(self, names: tuple[str, ...]) -> None:
+        self.stepping = names
+        self.trainable = optimized(self.optimizers[name] for name in names)
+
+    def find_parameters(self) -> None:
+        """Look up which parameters the optimizers move, again after a group was added.
+
+        Raises:
+            PhaseloopError: one of them has no name, since it is neither the model's nor the
+                criterion's.
+        """
+        names = self.parameter_names()
+        for name, optimizer in self.optimizers.items():
+            check_names(optimizer, names)
+            self.parameters_of[name] = optimized([optimizer])
+        self.groups = count_groups(self.optimizers)
+        self._parameters = list(self.bare_model.parameters())
+        if isinstance(self.criterion_module, nn.Module):
+            self._parameters += self.criterion_module.parameters()
+        self._choose(self.stepping if self._chosen else tuple(self.optimizers))
+
+    def take_added_groups(self) -> None:
+        """At a window's start: move what a hook has added to an optimizer, to unfreeze it, say.
+
+        What its parameters gathered while no optimizer had them is no part of any update.
+        """
+        if count_groups(self.optimizers) != self.groups:
+            self.find_parameters()
+            clear(self.trainable)
+
+    def skip_update(self, reason: str) -> None:
+        """In ``on_gradients``: leave the parameters as they are at this update."""
+        self.skip_reason = reason
+
+    def parameter_names(self) -> dict[int, str]:
+        """``id`` of every parameter to its name; implemented by the task."""
+        raise NotImplementedError
+
+
+def loss_of(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The loss and its named parts, of what a criterion gave: a tensor, or a mapping of parts.
+
+    The loss is the entry ``loss``, or else the sum of all.
+    """
+    if isinstance(result, Tensor):
+        return result, {}
+    if "loss" in result:
+        return result["loss"], result
+    return torch.stack([*result.values()]).sum(), result
+
+
+def scalar(value: Tensor, key: str) -> Tensor:
+    """``value`` without its graph, in shape [].
+
+    Raises:
+        ConfigError: it has more than one element.
+    """
+    if value.numel() != 1:
+        raise ConfigError(
+            key, f"a tensor of shape {list(value.shape)} is not one number; take its mean"
+        )
+    return value.detach().reshape(())

@@ -1,0 +1,56 @@
+"""Trees: the tensors in a value of any nesting, mapped by a function."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], value: Any, other: Callable[[Any], Any] | None = None
+) -> Any:
+    """``value`` with ``function`` of every tensor in it; everything else is passed through.
+
+    Goes through mappings, lists, tuples, named tuples, dataclasses and packed sequences.
+
+    Args:
+        other: called with what is none of these, and gives what takes its place.
+    """
+
+    def inner(part: Any) -> Any:
+        return map_tensors(function, part, other)
+
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        # By its own constructor, which does not sort again; the batch sizes stay on the CPU.
+        parts = (value.data, value.sorted_indices, value.unsorted_indices)
+        data, order, back = (None if part is None else function(part) for part in parts)
+        return PackedSequence(data, value.batch_sizes, order, back)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        return _mapping(inner, value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(inner(part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(inner(part) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{name: inner(getattr(value, name)) for name in fields})
+    return value if other is None else other(value)
+
+
+def _mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
+    mapped = {key: inner(part) for key, part in value.items()}
+    if type(value) is dict:
+        return mapped
+    if isinstance(value, MutableMapping):
+        # Copied, since a type of its own may hold more than its items: a default, say.
+        changed = copy.copy(value)
+        changed.update(mapped)
+        return changed
+    return type(value)(mapped)  # type: ignore[call-arg]

@@ -1,0 +1,81 @@
+"""Train step ``tbptt``: backpropagation through time, truncated to pieces of the sequences."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.registry import register_train_step
+from phaseloop.engine.task import Task
+from phaseloop.engine.trees import map_tensors
+
+
+@register_train_step("tbptt", takes="window", one_piece=True)
+class TruncatedBackpropagation:
+    """Cuts the batch's sequences into pieces and makes an optimizer step after each.
+
+    The model is called as ``model(input, state)`` and gives ``(output, state)``, where the state
+    is any tree of tensors, None at a sequence's start; the loss is a mean over time steps. No
+    gradient reaches back over a piece's beginning (Williams, Peng, "An efficient gradient-based
+    algorithm for on-line training of recurrent network trajectories", 1990, with k1 = k2 =
+    ``length``). A batch is one update, however many pieces it makes.
+
+    Args:
+        length: time steps of a piece; the last may be shorter.
+        time_dim: the dimension of time in input and target.
+        stateful: the state at a batch's end is that of the next one's start, for batches that go
+            on with each other's sequences; they must then be of one size.
+
+    Raises:
+        ConfigError: length is less than 1.
+    """
+
+    def __init__(self, length: int, time_dim: int = 1, stateful: bool = False) -> None:
+        if length < 1:
+            raise ConfigError("train_step.length", f"{length} is less than 1")
+        self.length = length
+        self.time_dim = time_dim
+        self.stateful = stateful
+
+    def __call__(self, task: Task) -> None:
+        for batch in task.window():
+            state = task.carry if self.stateful else None
+            for input, target in self._pieces(batch.input, batch.target):
+                output, state = task.forward(input, state)
+                steps = input.shape[self.time_dim]  # the logged mean is over all time steps
+                loss = task.criterion(output, target, weight=batch.weight * steps)
+                state = detached(state)
+                if task.train:
+                    task.backward(loss)
+                    task.update()
+            if self.stateful:
+                task.carry = state
+
+    def _pieces(self, input: Any, target: Any) -> Any:
+        for part in (input, target):
+            if not isinstance(part, Tensor) or part.dim() <= self.time_dim:
+                raise ConfigError(
+                    "train_step.time_dim",
+                    f"input and target must be tensors with a dimension {self.time_dim} of time; "
+                    f"one is {getattr(part, 'shape', type(part).__name__)}",
+                )
+        steps = {part.shape[self.time_dim] for part in (input, target)}
+        if len(steps) > 1:
+            raise ConfigError(
+                "train_step.time_dim", f"input and target differ in time steps: {sorted(steps)}"
+            )
+        cut = (torch.split(part, self.length, self.time_dim) for part in (input, target))
+        return zip(*cut, strict=True)
+
+
+def detached(tree: Any) -> Any:
+    """``tree`` with every tensor without its graph, whatever it is nested in.
+
+    A value that is no tensor and no container, and has a ``detach`` method, is detached by it.
+    """
+
+    def detach_other(value: Any) -> Any:
+        return value.detach() if callable(getattr(value, "detach", None)) else value
+
+    return map_tensors(Tensor.detach, tree, detach_other)
