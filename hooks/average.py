@@ -82,10 +82,12 @@ class Average(Hook):
         self._task: Task | None = None
         self._pairs: _Pairs | None = None
         self._moves: Callable[..., None] | None = None
+        self._planned = 0
 
     def on_start(self, task: Task) -> None:
         self._task = task
         self._pairs = None
+        self._planned = task.stages.updates
         if self.test:
             if task.swapping.owner not in ("", self.name):
                 raise ConfigError(
@@ -103,9 +105,10 @@ class Average(Hook):
         if self.test and not task.train:
             task.swapping.put_in(task.averages.get(self.name, {}))
 
-    def on_update(self, task: Task) -> None:
-        every, update = self.every_updates, task.progress.updates + 1
-        if every is not None and update % every == 0 and self._begun(task, update):
+    def on_step(self, task: Task) -> None:
+        # Not at on_update: an update of several optimizers, or of several chunks, has several.
+        every, update = self.every_updates, task.progress.updates
+        if task.updated and every is not None and update % every == 0 and self._begun(task, update):
             self._sample(task)
 
     def on_phase_end(self, task: Task) -> None:
@@ -145,7 +148,7 @@ class Average(Hook):
         if start["start_epochs"] is not None:
             return task.progress.epoch > start["start_epochs"]
         if start["start_fraction"] is not None:
-            return update > start["start_fraction"] * task.plan.updates
+            return update > start["start_fraction"] * self._planned
         return True
 
     def _sample(self, task: Task) -> None:
@@ -197,7 +200,19 @@ class Average(Hook):
 
     def _check_start(self, task: Task) -> None:
         """A start that never comes would be no average, in silence."""
-        length = {"start_updates": float(task.plan.updates), "start_epochs": task.plan.epochs}
+        if task.debug.fast is not None:
+            return
+        plans = [plan for plan in task.stages.plans() if plan.trains]
+        if not all(plan.updates for plan in plans):  # a length in time: nobody knows
+            if self.start["start_fraction"] is not None:
+                raise ConfigError(
+                    f"hooks.{self.name}.start_fraction",
+                    "of a run whose length is a time nobody knows a part; "
+                    "use start_updates or start_epochs",
+                )
+            return
+        length = {"start_updates": float(self._planned),
+                  "start_epochs": sum(plan.epochs for plan in plans)}  # fmt: skip
         for name, planned in length.items():
             start = self.start[name]
             if start is not None and planned and start >= planned:

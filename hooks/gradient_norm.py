@@ -11,7 +11,8 @@ from phaseloop.engine.task import Task
 
 @register_hook("gradient_norm")
 class GradientNorm(Hook):
-    """At log points, of the update whose row it is: ``gradient_norm``, as it was before clipping.
+    """At log points, of the update whose row it is: ``gradient_norm``, as it was before clipping;
+    ``NAME/gradient_norm`` where only one of several optimizers steps.
 
     Between log points it costs a comparison. Where clipping measures the same norm, that is taken.
 
@@ -42,10 +43,11 @@ class GradientNorm(Hook):
         if self._due(task):
             if self._is_measured(task) and task.gradient_norm is not None:
                 self._norms = {"gradient_norm": task.gradient_norm}
-            # Optimizers that take turns have gradients, and norms, of their own.
-            own = f"{', '.join(task.stepping)}/" if len(task.optimizers) > 1 else ""
+            # Where only some of several optimizers step, it is the norm of what those move.
+            some = len(task.stepping) < len(task.optimizers)
+            prefix = f"{'+'.join(task.stepping)}/" if some else ""
             for name, norm in self._norms.items():
-                task.record(own + name, norm)
+                task.record(f"{prefix}{name}", norm)
             self._norms = {}
 
     @staticmethod
@@ -54,10 +56,11 @@ class GradientNorm(Hook):
 
     def _is_measured(self, task: Task) -> bool:
         """Clipping by norm measures it anyway, unless values are clipped before that."""
+        if len(task.stepping) != 1:
+            return False
         settings = task.clipping[task.stepping[0]]
         return (
-            len(task.stepping) == 1
-            and settings.clip_norm is not None
+            settings.clip_norm is not None
             and settings.clip_value is None
             and settings.norm_type == self.norm_type
             and not self.per_parameter

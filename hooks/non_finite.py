@@ -65,12 +65,17 @@ class NonFinite(Hook):
         loss = task.loss
         if loss is not None:
             loss = loss.detach()
-            self._samples.append(task.batch.indices)
-            self._losses.append(loss)
+            if self._samples and self._samples[-1] is task.batch.indices:  # a part of a loss
+                self._losses[-1] = self._losses[-1] + loss
+            else:
+                self._samples.append(task.batch.indices)
+                self._losses.append(loss)
             if self.policy == "stop":
                 self._watch(task, "the loss", loss, self._samples[-1:])
 
     def on_gradients(self, task: Task) -> None:
+        if task.skip_reason is not None or task.precision.scaler is not None:
+            return  # the loss scaler looks at every gradient by itself
         if self.policy == "skip":
             self._skip(task)
         elif self.gradients:
@@ -158,7 +163,8 @@ class NonFinite(Hook):
         return told
 
     def _sees_gradients(self, task: Task) -> bool:
-        return self.gradients or any(s.clip_norm is not None for s in task.clipping.values())
+        clipped = [settings.clip_norm is not None for settings in task.clipping.values()]
+        return self.gradients or all(clipped)
 
 
 _HELP = (
@@ -260,7 +266,9 @@ def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
 
 
 def _place(epoch: int, window: int, samples: list[Tensor]) -> str:
-    ids = torch.cat(samples).tolist() if samples else []
+    # A step may go through its window several times.
+    once = list({id(indices): indices for indices in samples}.values())
+    ids = torch.cat(once).tolist() if once else []
     return f"epoch {epoch}, batch {window}, samples {_shown([str(i) for i in ids])}"
 
 

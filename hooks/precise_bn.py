@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +54,7 @@ class PreciseBN(Hook):
 
     def on_start(self, task: Task) -> None:
         self._measured_at = None
-        if task.train_data is None:
+        if all(loader is None for loader in task.stages.loaders):
             raise ConfigError(f"hooks.{self.name}", "it needs training data, and there is none")
         if not any(_has_statistics(module) for module in task.bare_model.modules()):
             raise ConfigError(f"hooks.{self.name}", "the model has no batch norm with statistics")
@@ -84,12 +83,13 @@ class PreciseBN(Hook):
             from fvcore.nn.precise_bn import update_bn_stats  # late: it is slow to import
 
         resting = {id(module) for module in task.evaluating()}
+        loader = task.stages.loaders[task.progress.stage]
         norms = [
             module
             for module in task.bare_model.modules()
             if _has_statistics(module) and id(module) not in resting
         ]
-        if not norms:
+        if not norms or loader is None:  # a stage that only tests
             return {}
         ids = {id(norm) for norm in norms}
         buffers = {
@@ -102,24 +102,14 @@ class PreciseBN(Hook):
         try:
             for norm in norms:
                 norm.training = True
-            update_bn_stats(_Forward(task), self._inputs(task), self.batches)
+            update_bn_stats(_Forward(task), self._inputs(task, loader.beside()), self.batches)
             return _statistics_in(buffers)
         finally:
             for settings in before:
                 settings.put_back()
 
-    def _inputs(self, task: Task) -> Iterator[Any]:
-        """Inputs of training data, epoch after epoch; by a loader that nobody else reads from."""
-        assert task.train_data is not None
-        loader = Loader(
-            dataclasses.replace(task.train_data, workers=0),
-            train=True,
-            source=0,
-            seed=task.seed,
-            device=task.device,
-            world_size=task.backend.world_size,
-            rank=task.backend.rank,
-        )
+    def _inputs(self, task: Task, loader: Loader) -> Iterator[Any]:
+        """Inputs of training data, epoch after epoch."""
         epoch = max(1, task.progress.epoch)
         while True:
             given = 0

@@ -178,6 +178,30 @@ def test_skip_of_a_gradient_alone() -> None:
     assert reasons.seen[2] == ("not finite: a gradient of shift (epoch 1, batch 3, samples 4, 5)")
 
 
+def in_parts(task: Task) -> None:
+    """A step that goes backward for each of two parts of a loss."""
+    batch = task.next_batch()
+    loss = task.criterion(task.forward(batch.input), None)
+    if task.train:
+        task.backward(loss)
+        task.backward(0.1 * task.model.w)
+        task.update()
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_the_samples_of_a_loss_in_parts_are_named_once(policy: str) -> None:
+    xs = [1.0] * 6
+    xs[3] = NAN
+    task = r0(xs, 2, train_step=in_parts)
+    if policy == "stop":
+        said = error(task)
+    else:
+        reasons = watch("on_gradients", lambda task: task.skip_reason)
+        train(task, finite=NonFinite("skip"), reasons=reasons)
+        said = reasons.seen[1]
+    assert "(epoch 1, batch 2, samples 2, 3)" in said
+
+
 def test_options_that_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"non_finite\.policy: 'go' is not 'stop' or 'skip'"):
         NonFinite("go")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import ConfigError, Data, DataError, Phases, Run, Task
+from phaseloop import ConfigError, Data, DataError, Phases, Run, Stage, Task
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.hooks.average import Average
@@ -99,6 +99,19 @@ def test_more_batches_than_an_epoch_has_go_on_in_the_next() -> None:
     train(task, precise=PreciseBN(batches=4), probe=probe)
     ((w, mean, _),) = seen_in(probe)
     assert mean == pytest.approx(of_population(w, [*XS, 1.0, 2])[0])
+
+
+def test_a_stage_measures_over_its_own_data() -> None:
+    ys = [2.0, 4, 8, 16]
+    stages = [
+        Stage(name="first", epochs=1),
+        Stage(name="second", epochs=1, train=Data(numbers(ys), 2, shuffle=False)),
+    ]
+    task, probe = make(phases=stages), in_tests()
+    train(task, precise=PreciseBN(batches=2), probe=probe)
+    (w, mean, _), (v, other, _) = seen_in(probe)
+    assert mean == pytest.approx(of_population(w, XS[:4])[0])
+    assert other == pytest.approx(of_population(v, ys)[0], rel=1e-5)
 
 
 def test_only_every_n_epochs_and_after_the_last() -> None:
