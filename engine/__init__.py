@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from phaseloop.engine.events import Hook, Order
     from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.lars import LARS
-    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
     from phaseloop.engine.model_options import Compile, ModelOptions
     from phaseloop.engine.phases import Phase, Phases
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
         register_train_step,
     )
     from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
-    from phaseloop.engine.settings import Debug, Gradients, Run
+    from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
     from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
@@ -73,7 +72,6 @@ _PLACES = {
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
-    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
     "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
@@ -97,7 +95,7 @@ _PLACES = {
         "register_train_step",
     ],
     "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
-    "settings": ["Debug", "Gradients", "Run"],
+    "settings": ["Debug", "Gradients", "LossScale", "Run"],
     "stages": ["Stage"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],

@@ -71,8 +71,16 @@ def _for_testing(schema: Schema) -> Schema:
     hooks = make_hooks(schema, Components(schema.imports, schema.allow_targets))
     if any(hook.reads_training_data for hook in hooks.values()):
         return dataclasses.replace(schema, schedule=None)
+    phases = schema.phases
+    if isinstance(phases, list):
+        phases = [dataclasses.replace(stage, data=None, schedule=None) for stage in phases]
     return dataclasses.replace(
-        schema, data=DataSets(test=schema.data.test), optimizer=None, schedule=None
+        schema,
+        phases=phases,
+        data=DataSets(test=schema.data.test),
+        optimizer=None,
+        optimizers={},
+        schedule=None,
     )
 
 

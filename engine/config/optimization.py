@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -44,9 +44,16 @@ def check_optimizer(spec: Component, components: Components, key: str = "optimiz
 
 
 def make_optimizer(
-    spec: Component, components: Components, criterion: Any, key: str = "optimizer"
+    spec: Component,
+    components: Components,
+    criterion: Any,
+    key: str = "optimizer",
+    only: Collection[str] | None = None,
 ) -> Callable[[nn.Module], Optimizer]:
     """A function of the model; a criterion with parameters of its own is trained with it.
+
+    Args:
+        only: names of the parameters that it moves; None: all.
 
     Raises:
         ConfigError: by the function: a rule that fits no parameter, an option out of range.
@@ -55,19 +62,30 @@ def make_optimizer(
     extra = criterion if isinstance(criterion, nn.Module) else None
 
     def make(model: nn.Module) -> Optimizer:
+        parameters: list[Any]
         if rules is None:
-            parameters: list[Any] = [*model.parameters(), *(extra.parameters() if extra else ())]
+            parameters = [p for n, p in _named(model, extra) if only is None or n in only]
         else:
             options = _options(spec, components, key)
             parameters = parameter_groups(
-                model, options, rules, criterion=extra, key=f"{key}.groups"
+                model, options, rules, criterion=extra, only=only, key=f"{key}.groups"
             )
-        made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        try:
+            made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        except TypeError as error:  # what torch raises for betas that are one number, say
+            raise ConfigError(key, str(error)) from error
         if not isinstance(made, Optimizer):
             raise ConfigError(key, f"{type(made).__name__} is not a torch optimizer")
         return made
 
     return make
+
+
+def _named(model: nn.Module, criterion: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from model.named_parameters()
+    if criterion is not None:
+        for name, parameter in criterion.named_parameters():
+            yield f"criterion.{name}", parameter
 
 
 def make_schedules(

@@ -125,10 +125,8 @@ class Loader:
                 not as long as before.
         """
         epoch = 1 if self._repeat else epoch
-        if self._train and self._epochs.begin(epoch):
-            self.close()  # the workers have the dataset that was
-            self._processes = []
-            self._take_dataset()
+        if self._train and self._epochs.is_due(epoch):
+            self._rebuild(epoch)
         if self._data.workers:
             return self._from_workers(epoch, roll_backs, first)
         return self._in_process(epoch, roll_backs, first)
@@ -167,6 +165,14 @@ class Loader:
 
     def _let_go(self) -> None:
         self._workers = None
+
+    def _rebuild(self, epoch: int) -> None:
+        self.close()  # the workers have the dataset that was
+        self._processes = []
+        del self._reader, self._mix
+        self._epochs.let_go()
+        self._epochs.rebuild(epoch)
+        self._take_dataset()
 
     def _take_dataset(self) -> None:
         data, dataset = self._data, self._epochs.dataset

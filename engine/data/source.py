@@ -60,7 +60,7 @@ class Data:
     batch_transform: Callable[[Any], Any] | None = None
     rebuild_every: int | None = None
     first: Any = field(default=None, init=False, repr=False)
-    """The dataset of the first epoch, once :meth:`open` was called."""
+    """The dataset of the first epoch, from :meth:`open` on until another one is made."""
 
     @property
     def sizes(self) -> dict[int, int]:

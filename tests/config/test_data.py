@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_another_form_of_data_takes_the_place_of_the_first(here: Path) -> None:
     assert list(several.test_data) == ["a", "b"]
     one = built("config=several", f"data.test={SET % 7}").task
     assert list(one.test_data) == ["test"]
-    dataset = built("config=mixed", "data.train.epoch_samples=9", f"data.train.dataset={TINY % 5}")
+    dataset = built("config=mixed", f"data.train.dataset={TINY % 5}")
     assert len(dataset.task.train_data.first) == 5
     mix = f"{{a: {{dataset: {TINY % 30}}}, b: {{dataset: {TINY % 10}}}}}"
     mixed = built("config=one", f"data.train.mix={mix}").task.train_data
@@ -430,10 +431,12 @@ def test_sources_of_a_mix_are_made_again_too(here: Path) -> None:
 
 
 def test_a_dataset_without_an_epoch_is_just_made_again(here: Path) -> None:
-    made = built("config=one", "data.train.rebuild_every=1", "phases.epochs=2")
-    train(made)
-    first, second = made.task.train_data.first, made.task.loaders["train"]._epochs.dataset
-    assert first is not second
+    made = built("config=one", "data.train.rebuild_every=1", "phases.epochs=3")
+    first = weakref.ref(made.task.train_data.first)
+    again = watch("on_step", lambda task: first() is None if task.train else None)
+    train(made, again=again)
+    # Gone when the second epoch has begun to read: two are never in memory.
+    assert [gone for gone in again.seen if gone is not None] == [False] * 10 + [True] * 20
 
 
 def test_an_epoch_that_is_given_stays(here: Path) -> None:
