@@ -34,7 +34,7 @@ def check(task: Task) -> None:
     _check_types(task)
     task.debug.check()
     for number, stage in enumerate(task.whole_phases):
-        stage.check(f"phases.{number}" if len(task.whole_phases) > 1 else "phases")
+        stage.check(stage.key(number) if len(task.whole_phases) > 1 else "phases")
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
     task.run.check()

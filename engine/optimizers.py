@@ -70,7 +70,8 @@ def plan_rates(task: Task, plan: PhasePlan, given: Any, data: Data | None) -> No
             if isinstance(schedule, Schedule):
                 if endless:
                     schedule.check_endless()
-                schedule.plan(moves, plan.epochs)
+                calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
+                schedule.plan(moves, plan.epochs, calendar)
             if schedule.scale_with_batch is not None:
                 _check_one_size(data, schedule.key)
         task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(data))
@@ -93,6 +94,20 @@ def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in options.items()
         if key != "params"
     }
+
+
+class _Calendar:
+    """Epochs in the updates of one optimizer, and the reverse."""
+
+    def __init__(self, plan: PhasePlan, every: int) -> None:
+        self._plan = plan
+        self._every = every
+
+    def updates_at(self, epochs: float) -> float:
+        return self._plan.updates_at(epochs) / self._every
+
+    def epochs_at(self, updates: float) -> float:
+        return self._plan.epochs_at(updates * self._every)
 
 
 def all_schedules(given: Any) -> list[Any]:

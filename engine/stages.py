@@ -52,6 +52,10 @@ class Stage(Phases):
     schedule: Any = None
     freeze: Sequence[str] = ()
 
+    def key(self, number: int) -> str:
+        """Where the stage stands in the configuration."""
+        return f"phases.{self.name or number}"
+
     def check(self, key: str = "phases") -> None:
         """Raises ConfigError for a number out of range; see :meth:`Phases.check`."""
         super().check(key)
@@ -75,7 +79,7 @@ def stages_of(phases: Phases | Sequence[Stage]) -> list[Stage]:
             raise ConfigError(
                 f"phases.{number}", f"a {type(stage).__name__} was given where a Stage is due"
             )
-        stage.check(f"phases.{number}" if len(given) > 1 else "phases")
+        stage.check(stage.key(number) if len(given) > 1 else "phases")
     names = [stage.name for stage in given]
     if len(given) > 1 and (len(set(names)) < len(names) or not all(names)):
         raise ConfigError("phases", f"give every stage a name of its own; got {names}")
@@ -140,7 +144,7 @@ class Stages:
         origin = Origin(progress.stage_epochs, progress.stage_updates, progress.stage_seconds)
         task.plan = self.plan(number, origin)
         task.freezing.release(OWNER)
-        if stage.freeze:
+        if stage.freeze and task.optimizers:
             key = f"phases.{stage.name}.freeze" if stage.name else "phases.freeze"
             matched = task.freezing.match(stage.freeze, key)
             task.freezing.check_left(task.trainable, matched, key)

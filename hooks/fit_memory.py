@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from phaseloop.engine.assembly import training_data
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError
@@ -63,7 +64,7 @@ class FitMemory(Hook):
             task.window_start.let_go()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {"sizes": dict(self.sizes)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, size in state["sizes"].items():  # a size found since that state stays found
@@ -85,12 +86,12 @@ class FitMemory(Hook):
                     f"the train step{stage} works on whole batches only, which cannot be cut; "
                     f"leave the hook out, and make data.train.batch_size smaller",
                 )
-        for loader in _loaders(task):
-            if loader.transforms_batches:
+        for place, data in training_data(task).items():
+            if data.batch_transform is not None:
                 log.warning(
                     "%s.batch_transform mixes samples of one micro-batch: where hooks.%s makes "
                     "these smaller, that is another update",
-                    loader.key,
+                    place,
                     self.name,
                 )
 

@@ -116,11 +116,6 @@ class Loader:
         """How one epoch is cut."""
         return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
 
-    @property
-    def transforms_batches(self) -> bool:
-        """A function makes another micro-batch of each."""
-        return self._data.batch_transform is not None
-
     def cut_smaller(self, largest: int) -> None:
         """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
         self._plans = {
@@ -137,13 +132,32 @@ class Loader:
                 not as long as before.
         """
         epoch = 1 if self._repeat else epoch
-        if self._train and self._epochs.begin(epoch):
-            self.close()  # the workers have the dataset that was
-            self._processes = []
-            self._take_dataset()
+        if self._train and self._epochs.is_due(epoch):
+            self._rebuild(epoch)
         if self._data.workers:
             return self._from_workers(epoch, roll_backs, first)
         return self._in_process(epoch, roll_backs, first)
+
+    def beside(self) -> Loader:
+        """Another loader of the same batches, which reads in this process.
+
+        Neither moves the other: the epoch at hand goes on as if nobody else had read.
+        """
+        other = Loader(
+            dataclasses.replace(self._data, workers=0, pin_memory=None),
+            train=self._train,
+            source=self._source,
+            seed=self._seed,
+            device=self._device,
+            world_size=self.plan.world_size,
+            rank=self.plan.rank,
+            key=self.key,
+            at_most=self.plan.at_most,
+            repeat=self._repeat,
+        )
+        if self.plan.largest is not None:
+            other.cut_smaller(self.plan.largest)
+        return other
 
     def put_back(self) -> None:
         """Give this process its generators back, if they are still set for reading.
@@ -161,6 +175,14 @@ class Loader:
 
     def _let_go(self) -> None:
         self._workers = None
+
+    def _rebuild(self, epoch: int) -> None:
+        self.close()  # the workers have the dataset that was
+        self._processes = []
+        del self._reader, self._mix
+        self._epochs.let_go()
+        self._epochs.rebuild(epoch)
+        self._take_dataset()
 
     def _take_dataset(self) -> None:
         data, dataset = self._data, self._epochs.dataset
