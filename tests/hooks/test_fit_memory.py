@@ -24,7 +24,9 @@ from phaseloop import (
     Stage,
     Task,
     TensorData,
+    Trainer,
 )
+from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import BatchPlan
 from phaseloop.hooks.fit_memory import FitMemory
 from phaseloop.hooks.metrics_file import MetricsFile
@@ -631,6 +633,39 @@ def test_a_size_found_since_a_state_was_saved_stays_found() -> None:
     fit.load_state_dict({"sizes": {"data.train": 4, "data.test": 8}})
     fit.load_state_dict({"sizes": {"data.train": 8, "data.test": 4}})
     assert fit.sizes == {"data.train": 4, "data.test": 4}
+
+
+class RollBackAt(Hook):
+    """Once, at the eighth update."""
+
+    order = 20
+
+    def on_gradients(self, task: Task) -> None:
+        if task.progress.updates == 7 and not task.progress.roll_backs:
+            task.roll_back("the test asked for it", 1)
+
+
+def test_rolled_back_to_before_the_halving(tmp_path: Path) -> None:
+    data = Data(r1.Samples(augment=True), BATCH)
+    task = r1.make_task(tmp_path, model=Net(), epochs=3, train=data)
+    fit, back = FitMemory(), RollBackAt()
+    hooks = r1.make_hooks(save={"every_updates": 5}, fit=fit, back=back, full=From(5, full))
+    Trainer(task, hooks).train()
+    assert fit.sizes == {"data.train": CUT}
+    wide = UPDATES + 1
+    # Updates 6 to 8, then 6 to 12 anew: the size found is not looked for again.
+    assert task.bare_model.tried == [BATCH] * wide + [BATCH, 5] + [3, 3, 2, 2] * (3 + 7)
+
+
+def test_who_reads_beside_the_training_does_so_in_pieces_that_fit() -> None:
+    data = Data(r1.Samples(), BATCH)
+    data.open(0, "data.train")
+    device = torch.device("cpu")
+    loader = Loader(data, train=True, source=0, seed=0, device=device, key="data.train")
+    loader.cut_smaller(CUT)
+    other = loader.beside()
+    assert (other.plan, other.key) == (loader.plan, "data.train")
+    assert other.plan.largest == CUT
 
 
 @pytest.mark.parametrize(
