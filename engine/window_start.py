@@ -153,19 +153,28 @@ class _Buffers:
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._owners = [module._buffers for root in roots for module in root.modules()]
+        self._ids: list[int] = []
+        self._shapes: list[torch.Size] = []
         self._were: list[dict[str, Tensor | None]] = []
         self._originals: list[Tensor] = []
         self._copies: list[Tensor] = []
 
     @torch.no_grad()
     def put_aside(self) -> None:
+        # Usually the same tensors as at the window before: then there are only values to copy.
+        ids = [id(b) for owner in self._owners for b in owner.values()]
+        if ids != self._ids or self._shapes != [b.shape for b in self._originals]:
+            self._find(ids)
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
+
+    def _find(self, ids: list[int]) -> None:
+        self._ids = ids
         self._were = [dict(owner) for owner in self._owners]
         found = {id(b): b for were in self._were for b in were.values() if _writable(b)}
         self._originals = [b for b in found.values() if b is not None]
-        if [_form(b) for b in self._originals] != [_form(b) for b in self._copies]:
-            self._copies = [torch.empty_like(b) for b in self._originals]
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._originals)
+        self._shapes = [b.shape for b in self._originals]
+        self._copies = [torch.empty_like(b) for b in self._originals]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -183,10 +192,6 @@ def _writable(buffer: Tensor | None) -> bool:
     return all(
         stride > 0 or size < 2 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
-
-
-def _form(buffer: Tensor) -> tuple[Any, ...]:
-    return buffer.shape, buffer.dtype, buffer.device
 
 
 def _marks(state: Any) -> list[Any]:
