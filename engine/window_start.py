@@ -153,7 +153,7 @@ class _Buffers:
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._owners = [module._buffers for root in roots for module in root.modules()]
-        self._ids: list[int] = []
+        self._ids: list[int] | None = None
         self._shapes: list[torch.Size] = []
         self._were: list[dict[str, Tensor | None]] = []
         self._originals: list[Tensor] = []

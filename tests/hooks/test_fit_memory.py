@@ -296,6 +296,15 @@ def test_every_kind_of_state_comes_back() -> None:
         same(one(update, cut=From(update, cut)), one(update, f=FitMemory(), x=From(update, full)))
 
 
+def test_a_model_without_buffers() -> None:
+    def plain() -> Task:
+        model = Net()
+        model.layers = r1.network()
+        return make(model)
+
+    same(run(plain(), cut=From(5, cut)), run(plain(), fit=FitMemory(), full=From(5, full)))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("takes", ["micro_batch", "window"])
 def test_the_broken_attempt_is_gone_when_memory_is_given_back(where: str, takes: str) -> None:
