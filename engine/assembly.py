@@ -137,6 +137,7 @@ def build(task: Task) -> None:
     task.accumulator = Accumulator(task.backend.world_size)
     _make_loaders(task)
     task.stages.enter()
+    task.stages.check()
     for step, _ in task.stages.steps:
         if callable(check_step := getattr(step, "check", None)):
             check_step(task)  # what it needs of the task is missed now, and not at its first call

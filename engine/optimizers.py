@@ -60,22 +60,34 @@ def plan_rates(task: Task, plan: PhasePlan, given: Any, data: Data | None) -> No
         given: one schedule, several, or a mapping by optimizer.
         data: the training data, whose batch size a schedule may follow.
     """
-    names, updates = list(task.optimizers), plan.updates
     _give_back_options(task)
+    for name, schedules in planned_schedules(task, plan, given, data).items():
+        task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(data))
+    task.unset_rates = bool(all_schedules(given))
+
+
+def planned_schedules(
+    task: Task, plan: PhasePlan, given: Any, data: Data | None
+) -> dict[str, list[Schedule | TorchSchedule]]:
+    """Each optimizer's own copies of its schedules; arguments as for :func:`plan_rates`.
+
+    Raises:
+        ConfigError: one does not fit into the plan.
+    """
+    names, updates = list(task.optimizers), plan.updates
+    found: dict[str, list[Schedule | TorchSchedule]] = {}
     for name in names:
         moves = max(updates // task.every[name], min(updates, 1))
-        endless = plan.trains and not updates
-        schedules = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
-        for schedule in schedules:
+        found[name] = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
+        for schedule in found[name]:
             if isinstance(schedule, Schedule):
-                if endless:
+                if plan.trains and not updates:
                     schedule.check_endless()
                 calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
                 schedule.plan(moves, plan.epochs, calendar)
             if schedule.scale_with_batch is not None:
                 _check_one_size(data, schedule.key)
-        task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(data))
-    task.unset_rates = bool(all_schedules(given))
+    return found
 
 
 def _give_back_options(task: Task) -> None:

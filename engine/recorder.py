@@ -63,6 +63,7 @@ class Recorder:
         self.every = every
         self.due = False
         self.events: list[dict[str, Any]] = []
+        self._later: list[dict[str, Any]] = []
         self._series: dict[str, _Series] = {}
         self._gauges: dict[str, float] = {}
         self._row: dict[str, Any] | None = None
@@ -93,14 +94,18 @@ class Recorder:
         """Note something that happened, to be written as a line of its own."""
         self.events.append({"event": kind, **fields})
 
+    def later(self, kind: str, **fields: Any) -> None:
+        """The same for something that happens between two steps: it belongs to the next one."""
+        self._later.append({"event": kind, **fields})
+
     def begin_step(self) -> None:
         """Forget the row and the events of the step before."""
         if self.due:
             self._series.clear()
             self._row = None
             self.due = False
-        if self.events:
-            self.events = []
+        if self.events or self._later:
+            self.events, self._later = self._later, []
 
     def tick(self, updates: int) -> None:
         """Called when update number ``updates`` is counted."""
@@ -133,6 +138,19 @@ class Recorder:
             series.values, series.weights = list(values.unbind()), list(weights)
         self._gauges = dict(state["gauges"])
         self._row, self.due, self.events = None, False, []
+
+    def put_aside(self) -> dict[str, Any]:
+        """What :meth:`put_back` needs; values are not copied, since nobody changes them."""
+        series = {name: (list(s.values), list(s.weights)) for name, s in self._series.items()}
+        return {"series": series, "gauges": dict(self._gauges)}
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Forget the values and gauges that came after :meth:`put_aside`; events stay."""
+        self._series = {}
+        for name, (values, weights) in kept["series"].items():
+            series = self._series[name] = _Series()
+            series.values, series.weights = list(values), list(weights)
+        self._gauges = dict(kept["gauges"])
 
     def _means(self) -> dict[str, float]:
         if not self._series:

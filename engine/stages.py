@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine import optimizers
 from phaseloop.engine.errors import ConfigError, listing, nearest
+from phaseloop.engine.freezing import Matched
 from phaseloop.engine.phase_plan import Origin, PhasePlan
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.step_facts import Step, StepFacts, resolve_step
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
+
+Guard = Callable[[Step], Step]
 
 OWNER = "phases"
 """Who holds frozen what a stage freezes."""
@@ -105,6 +108,7 @@ class Stages:
             for stage in self.given
         ]
         self.loaders: list[Loader | None] = []
+        self._guard: Guard | None = None
         self._check()
 
     @property
@@ -124,7 +128,7 @@ class Stages:
     def label(self, number: int) -> str:
         """What a stage is called, and which time of several it is."""
         stage = self.given[number]
-        times = self.given[: number + 1].count(stage)
+        times = sum(other.name == stage.name for other in self.given[: number + 1])
         return f"{stage.name} {times}/{stage.repeat}" if stage.repeat > 1 else stage.name
 
     def enter(self) -> None:
@@ -133,7 +137,8 @@ class Stages:
         number = progress.stage
         stage = self.given[number]
         task.phases = stage
-        task.train_step, task.step_facts = self.steps[number]
+        step, task.step_facts = self.steps[number]
+        task.train_step = step if self._guard is None else self._guard(step)
         loader = self.loaders[number] if self.loaders else None
         if loader is not None and not task.test_only:
             task.loaders[TRAIN] = loader
@@ -141,13 +146,33 @@ class Stages:
         task.plan = self.plan(number, origin)
         task.freezing.release(OWNER)
         if stage.freeze and task.optimizers:
-            key = f"phases.{stage.name}.freeze" if stage.name else "phases.freeze"
-            matched = task.freezing.match(stage.freeze, key)
-            task.freezing.check_left(task.trainable, matched, key)
+            matched = self._frozen(stage)
+            task.freezing.check_left(task.trainable, matched, f"phases.{stage.name}.freeze")
             task.freezing.hold(OWNER, matched)
-        schedule = task.schedules if stage.schedule is None else stage.schedule
         whole = task.plan if task.debug.fast is None else self._whole_plan(number, origin)
-        optimizers.plan_rates(task, whole, schedule, self.data(stage))
+        optimizers.plan_rates(task, whole, self._schedule(stage), self.data(stage))
+
+    def check(self) -> None:
+        """What a later stage would stumble over is said at the start.
+
+        Raises:
+            ConfigError: a schedule does not fit into a stage, or a pattern matches nothing.
+        """
+        for number, (stage, plan) in enumerate(zip(self.given, self.plans(), strict=True)):
+            self._frozen(stage)
+            whole = plan if self._task.debug.fast is None else self._whole_plan(number, plan.origin)
+            optimizers.planned_schedules(self._task, whole, self._schedule(stage), self.data(stage))
+
+    def _frozen(self, stage: Stage) -> Matched:
+        return self._task.freezing.match(stage.freeze, f"phases.{stage.name}.freeze")
+
+    def _schedule(self, stage: Stage) -> Any:
+        return self._task.schedules if stage.schedule is None else stage.schedule
+
+    def guard_steps(self, guard: Guard) -> None:
+        """Have what ``guard`` makes of a step called in its place, in this stage and the next."""
+        self._guard = guard
+        self._task.train_step = guard(self.steps[self._task.progress.stage][0])
 
     def go_on(self) -> bool:
         """Enter the next stage; False: there is none."""

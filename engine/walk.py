@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.rolling_back import roll_back
 from phaseloop.engine.signals import Interrupted, Signals
 from phaseloop.engine.swapping import Swapping
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.stages import Stages
     from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
+    from phaseloop.engine.window_start import WindowStart
 
 log = logging.getLogger("phaseloop")
 
@@ -57,6 +59,7 @@ class Walk:
             draws of phase-end hooks are the test's too.
         moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
+        window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
     progress: Progress
@@ -97,11 +100,13 @@ class Walk:
         self._skips: list[dict[str, str]] = []
         self._last_skip = ""
         self._clock: float | None = None
+        self._roll_back: tuple[str, int] | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
+        self.window_start: WindowStart | None = None
 
     # --- between phases ---
 
@@ -161,6 +166,16 @@ class Walk:
             log.info("a stop was asked for before phases.min_epochs and min_updates: %s", reason)
         elif not self.stop_reason:
             self.stop_reason = reason
+
+    def roll_back(self, reason: str, most: int) -> None:
+        """In ``on_gradients``: leave this update out, and go on from the last checkpoint.
+
+        Args:
+            reason: what has gone wrong.
+            most: roll-backs that the run may make before it is an error.
+        """
+        self.skip_reason = reason
+        self._roll_back = (reason, most)
 
     def end_phase(self, reason: str) -> None:
         """End the phase at hand at the next border: the rest of its data is left out.
@@ -276,6 +291,10 @@ class Walk:
         return self._fetch()
 
     def _goes_on(self) -> bool:
+        if self._roll_back is not None:
+            asked, self._roll_back = self._roll_back, None
+            roll_back(cast("Task", self), *asked)
+            return False
         phase = self.phase
         if (
             phase.position >= phase.windows
@@ -290,7 +309,7 @@ class Walk:
     def _fetch(self) -> bool:
         if self._batches is None:
             progress, phase = self.progress, self.phase
-            first = progress.windows if phase.train else 0
+            first = progress.windows if phase.train else phase.position
             self._batches = self.loaders[phase.name].batches(
                 progress.epoch, progress.roll_backs, first
             )
@@ -309,6 +328,8 @@ class Walk:
             accumulator.begin(window)
             if self.train:
                 self.take_added_groups()
+            if self.window_start is not None:
+                self.window_start.put_aside()
         accumulator.taken += 1
         if self.step_facts.takes_window:
             batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
@@ -319,6 +340,23 @@ class Walk:
             self._pending = batch
             self.step_is_empty = batch is None
         return True
+
+    def drop_attempt(self) -> None:
+        """Let go of what the attempt at a window holds: batches, output, loss."""
+        self.output = self.batch = self.loss = self._pending = self._batches = None
+        self._window, self._skips = [], []
+        self.accumulator.begin_pass()
+
+    def fetch_again(self) -> None:
+        """Begin the window at hand anew, in the pieces that its loader cuts it into now.
+
+        Its first micro-batch is fetched, as :meth:`has_batch` does; ``window_start`` has put back
+        what the attempt before has changed.
+        """
+        plan = self.loaders[self.phase.name].plan_of(self.progress.epoch)
+        # Open from here on: waiting for the data is no border that a signal could end the run at.
+        self.accumulator.begin(plan.window(self.phase.position))
+        self._fetch()
 
     # --- after a step ---
 

@@ -12,7 +12,7 @@ from phaseloop.engine.task import Task
 @register_hook("gradient_norm")
 class GradientNorm(Hook):
     """At log points, of the update whose row it is: ``gradient_norm``, as it was before clipping;
-    ``NAME/gradient_norm`` where only one of several optimizers steps.
+    of several optimizers after their names: ``generator/gradient_norm``.
 
     Between log points it costs a comparison. Where clipping measures the same norm, that is taken.
 
@@ -43,11 +43,10 @@ class GradientNorm(Hook):
         if self._due(task):
             if self._is_measured(task) and task.gradient_norm is not None:
                 self._norms = {"gradient_norm": task.gradient_norm}
-            # Where only some of several optimizers step, it is the norm of what those move.
-            some = len(task.stepping) < len(task.optimizers)
-            prefix = f"{'+'.join(task.stepping)}/" if some else ""
+            # Optimizers that take turns have gradients, and norms, of their own.
+            own = f"{', '.join(task.stepping)}/" if len(task.optimizers) > 1 else ""
             for name, norm in self._norms.items():
-                task.record(f"{prefix}{name}", norm)
+                task.record(own + name, norm)
             self._norms = {}
 
     @staticmethod

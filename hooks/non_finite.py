@@ -13,7 +13,7 @@ from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
 
-_POLICIES = ("stop", "skip")
+_POLICIES = ("stop", "skip", "roll_back")
 _KEPT = 1024  # so many values are kept with their samples, however far away the log point is
 _SHOWN = 32  # more names or samples would hide the rest of the message
 
@@ -26,11 +26,15 @@ class NonFinite(Hook):
     at at log points, phase ends and before every save, where the weights are checked too; between
     them nothing waits for the device. ``skip`` leaves out an update whose gradients are not
     finite, and names the parameters; it has to read one flag from the device per update.
+    ``roll_back`` looks as ``skip`` does, and goes back to the run's newest checkpoint, from where
+    it goes on with its data in another order: in an epoch that is cut so, some samples come twice
+    and others not at all.
 
     Args:
-        policy: ``stop`` or ``skip``.
+        policy: ``stop``, ``skip`` or ``roll_back``.
         gradients: with ``stop``: look at every gradient of every update too, on the device, so
             that the parameters can be named; costs one pass over the gradients per update.
+        most_roll_backs: one more is an error.
 
     Raises:
         ConfigError: another policy, or ``gradients`` with a policy that looks at them anyway.
@@ -38,15 +42,22 @@ class NonFinite(Hook):
 
     order = Order.FINITE
 
-    def __init__(self, policy: str = "stop", gradients: bool = False) -> None:
+    def __init__(
+        self, policy: str = "stop", gradients: bool = False, most_roll_backs: int = 10
+    ) -> None:
         if policy not in _POLICIES:
             raise ConfigError(
                 "hooks.non_finite.policy", f"{policy!r} is not {' or '.join(map(repr, _POLICIES))}"
             )
         if gradients and policy != "stop":
             raise ConfigError("hooks.non_finite.gradients", f"{policy} looks at them anyway")
+        if most_roll_backs < 1:
+            raise ConfigError(
+                "hooks.non_finite.most_roll_backs", f"{most_roll_backs} is less than 1"
+            )
         self.policy = policy
         self.gradients = gradients
+        self.most_roll_backs = most_roll_backs
         self._watched = _Watched()
         self._window: Window | None = None
         # Of the window at hand, by micro-batch: sample ids, and losses.
@@ -76,8 +87,9 @@ class NonFinite(Hook):
     def on_gradients(self, task: Task) -> None:
         if task.skip_reason is not None or task.precision.scaler is not None:
             return  # the loss scaler looks at every gradient by itself
-        if self.policy == "skip":
-            self._skip(task)
+        if self.policy != "stop":
+            if task.skip_reason is None:  # an overflow of scaled gradients is no fault of them
+                self._leave_out(task)
         elif self.gradients:
             trained = [p for p in task.trainable if p.grad is not None]
             norms = _norms([p.grad for p in trained])
@@ -109,7 +121,7 @@ class NonFinite(Hook):
                      samples, trained, norms)  # fmt: skip
         self._watched.add(seen)
 
-    def _skip(self, task: Task) -> None:
+    def _leave_out(self, task: Task) -> None:
         """Here the host waits for the device."""
         trained = [p for p in task.trainable if p.grad is not None]
         norms = _norms([p.grad for p in trained])
@@ -121,7 +133,11 @@ class NonFinite(Hook):
         if guilty := [ids for ids, loss in pairs if not bool(loss.isfinite())]:
             bad, samples = f"{bad}, and the loss", guilty
         progress = task.progress
-        task.skip_update(f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})")
+        reason = f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})"
+        if self.policy == "skip":
+            task.skip_update(reason)
+        else:
+            task.roll_back(reason, self.most_roll_backs)
 
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""

@@ -140,7 +140,6 @@ def test_mappings_and_soft_targets() -> None:
         (lambda: MixUp()(images()), "classes"),
         (lambda: MixUp(2)(images()), "classes: 2, and there is a target of class 3"),
     ],
-    ids=str,
 )
 def test_an_option_out_of_range_is_an_error_with_its_key(make: Any, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.train\.batch_transform\.{key}"):
@@ -156,7 +155,6 @@ def test_an_option_out_of_range_is_an_error_with_its_key(make: Any, key: str) ->
         (MixUp(2), (torch.zeros(3, dtype=torch.uint8), torch.zeros(3).long()), "floating-point"),
         (CutMix(2), (torch.zeros(3, 4), torch.zeros(3).long()), r"\[B, ..., height, width\]"),
     ],
-    ids=str,
 )
 def test_a_batch_that_cannot_be_mixed_is_an_error(transform: Any, batch: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):

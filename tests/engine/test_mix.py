@@ -161,7 +161,6 @@ PINNED = [0, 4, 7, 3, 5, 2, 6, 9, 8, 1, 13, 8, 6, 7, 4, 1]
         ({"a": Source(IndexData(3), limit=4)}, None, ConfigError, "data.train.mix.a.limit"),
         ({"a": Source(IndexData(3), limit=1.5)}, None, ConfigError, "data.train.mix.a.limit"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_mixed_is_an_error_with_its_key(
     sources: Any, epoch_samples: int | None, error: type[Exception], key: str

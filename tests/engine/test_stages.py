@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task
+from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task, Warmup
 from phaseloop.engine import durations
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.checkpoint import Checkpoint
@@ -267,6 +267,9 @@ def test_a_stage_freezes_for_itself() -> None:
     assert ends.seen == [True, False]
 
 
+LONG_WARMUP = Schedule(cosine(), warmup=Warmup(updates=4))
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
@@ -277,11 +280,21 @@ def test_a_stage_freezes_for_itself() -> None:
         ([Stage(name="a"), Stage(name="b", epochs=1)], r"phases\.a\.epochs: give a length"),
         ([Stage(name="a", epochs=1, test_sets=["tset"])], "no test set is called 'tset'"),
         ([Stage(name="a", epochs=1, freeze=["x.*"])], r"phases\.a\.freeze: the pattern 'x\.\*'"),
+        (
+            [Stage(name="a", epochs=1), Stage(name="b", updates=2, schedule=LONG_WARMUP)],
+            r"schedule\.warmup\.updates: 4 is 2 of the training of 2 updates",
+        ),
+        (
+            [Stage(name="a", epochs=1), Stage(name="b", epochs=1, freeze=["x.*"])],
+            r"phases\.b\.freeze: the pattern",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(stages: Any, message: str) -> None:
+    steps = watch("on_step", lambda t: None)
     with pytest.raises(ConfigError, match=message):
-        train(task_of(stages))
+        train(task_of(stages), steps=steps)
+    assert not steps.seen  # at the start, and not when the stage is reached
 
 
 @pytest.mark.parametrize(
