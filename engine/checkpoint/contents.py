@@ -197,7 +197,7 @@ def _large_state(task: Task) -> dict[str, Any]:
         ],
         "config": task.config,
         "identity": task.identity,
-        "planned": task.stages.updates,
+        "planned": [plan.updates for plan in task.stages.plans()],
         "environment": environment.facts(task.backend.world_size, task.device),
     }
 

@@ -74,8 +74,18 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
 
 
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
-    """One warning when schedules are spread over another number of updates than before."""
-    before, now = state["planned"], task.stages.updates
+    """Warn when schedules are spread over another length, and of a change that changes nothing."""
+    planned, plans = state["planned"], [plan.updates for plan in task.stages.plans()]
+    over, begun = task.progress.stage, task.progress.stage_updates
+    for number, (was, is_now) in enumerate(zip(planned[:over], plans, strict=False)):
+        if was != is_now:
+            log.warning(
+                "stage %s is over: it stays at %d updates, though it is now planned for %d",
+                task.stages.label(number),
+                was,
+                is_now,
+            )
+    before, now = begun + sum(planned[over:]), begun + sum(plans[over:])
     if before != now and any(rates.schedules for rates in task.rates.values()):
         log.warning(
             "the run was planned for %d updates and is now for %d: its schedules are spread over "

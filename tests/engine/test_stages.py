@@ -14,6 +14,7 @@ import torch
 from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task, Warmup
 from phaseloop.engine import durations
 from phaseloop.engine.schedules import cosine
+from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.train_steps import standard_train_step
 from tests.rigs import process, r1
@@ -294,6 +295,28 @@ def test_what_cannot_be_is_named(stages: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(task_of(stages), steps=steps)
     assert not steps.seen  # at the start, and not when the stage is reached
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((3, 4), "stage a is over: it stays at 2 updates, though it is now planned for 3"),
+        ((2, 6), "the run was planned for 6 updates and is now for 8"),
+    ],
+)
+def test_a_changed_length_is_told_of_by_its_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: tuple[int, int], message: str
+) -> None:
+    def go(first: int, second: int) -> int:
+        stages = [Stage(name="a", updates=first), Stage(name="b", updates=second)]
+        task = r1.make_task(tmp_path, phases=stages, schedule=Schedule(cosine()))
+        return train(task, learning_rate=LearningRate(), save=Checkpoint()).updates
+
+    assert go(2, 4) == 6
+    assert go(*lengths) == 2 + lengths[1]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(message)
 
 
 class Counting:
