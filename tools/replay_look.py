@@ -1,0 +1,236 @@
+"""Looking at one update: it is run again, watched, and judged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phaseloop.engine import rng
+from phaseloop.engine.task import Task
+from phaseloop.tools.replay_report import Fault, Replay, Sample
+from phaseloop.tools.replay_run import Follower, Make
+from phaseloop.tools.replay_samples import alone
+from phaseloop.tools.replay_watch import Watch
+
+
+def uncompiled(make: Make) -> Make:
+    """The same task with its model as it is written, so that every operation can be seen."""
+
+    def plain() -> Any:
+        task, hooks = make()
+        task.model_options = dataclasses.replace(task.model_options, compile=False)
+        return task, hooks
+
+    return plain
+
+
+class Looker(Follower):
+    """Watches one update, and the windows skipped before it until one is not finite.
+
+    Args:
+        update: which.
+    """
+
+    def __init__(self, update: int) -> None:
+        super().__init__(update, update)
+        self.watch: Watch | None = None
+        self.task: Task | None = None
+        self.skips: list[str] = []
+        self.batch = (0, 0)
+        self.gradients: dict[str, float] = {}
+        self.parameters: dict[str, tuple[float, float]] = {}
+        self._losses: list[tuple[int, Tensor]] = []
+        self._state: dict[str, Any] = {}
+        self._found = False
+        self._attached = contextlib.ExitStack()
+
+    def call(self, step: Any, task: Task) -> None:
+        if not task.train or task.progress.updates != self.first - 1 or self._found:
+            super().call(step, task)
+            return
+        if self.watch is None:
+            self._begin(task)
+        assert self.watch is not None
+        with self.watch.looking():
+            super().call(step, task)
+            self.watch.note(task.batch)
+
+    def _begin(self, task: Task) -> None:
+        self.task = task
+        self.watch = Watch(task)
+        self._state = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in task.raw_state().items()
+        }
+        self._losses, self.gradients = [], {}
+        self.parameters = {
+            name: (_norm(p), math.nan) for name, p in task.bare_model.named_parameters()
+        }
+        self._attached.enter_context(self.watch.attached())
+
+    def on_forward(self, task: Task) -> None:
+        self._stage("loss")
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        if self.watch is not None and task.loss is not None and task.train:
+            self.watch.note(task.batch)
+            self._losses.append((self.watch.number, task.loss.detach()))
+
+    def on_backward(self, task: Task) -> None:
+        self._stage("forward")
+
+    def on_gradients(self, task: Task) -> None:
+        super().on_gradients(task)
+        if self.watch is not None and not self._found:
+            names = task.parameter_names()
+            for parameter in task.trainable:
+                if parameter.grad is not None:
+                    name, norm = names[id(parameter)], _norm(parameter.grad)
+                    self.gradients[name] = norm
+                    if not math.isfinite(norm) and not bool(parameter.grad.isfinite().all()):
+                        self.watch.gradients.setdefault(name, self.watch.number)
+        self._stage("update")
+
+    def on_update(self, task: Task) -> None:
+        self._stage("forward")
+
+    def on_step(self, task: Task) -> None:
+        super().on_step(task)
+        if self.watch is None or not task.train or not task.accumulator.closed:
+            return
+        self.skips += [e["reason"] for e in task.recorder.events if e["event"] == "skip"]
+        if not self._found:
+            self.batch = (task.phase.position, task.phase.windows)
+            self._attached.close()
+            weights = {name: _norm(p) for name, p in task.bare_model.named_parameters()}
+            self.parameters = {
+                name: (before, weights[name]) for name, (before, _) in self.parameters.items()
+            }
+            if self._is_bad():
+                self._found = True
+            elif not task.updated:
+                self.watch = None  # the next window may make the update
+
+    def on_end(self, task: Task, outcome: Any) -> None:
+        self._attached.close()
+
+    def _stage(self, stage: str) -> None:
+        if self.watch is not None:
+            self.watch.stage = stage
+
+    def _is_bad(self) -> bool:
+        assert self.watch is not None
+        return bool(self.watch.gradients or self.bad_losses())
+
+    def bad_losses(self) -> list[int]:
+        """Numbers of the micro-batches whose loss was not finite."""
+        bad = [n for n, loss in self._losses if not bool(torch.isfinite(loss).all())]
+        return list(dict.fromkeys(bad))
+
+    def tell(self, replay: Replay) -> None:
+        """Write down what was seen."""
+        watch = self.watch
+        if watch is None:
+            return
+        replay.micro_batches = [watch.samples(n) for n in range(1, len(watch.batches) + 1)]
+        replay.batch, replay.skips = self.batch, self.skips
+        replay.gradients, replay.parameters = self.gradients, self.parameters
+        replay.line = self.lines[0] if self.lines else None
+        replay.fault = self._fault(replay.error)
+        if replay.fault is None and watch.events and not replay.error:
+            replay.harmless = watch.events[0]
+
+    def _fault(self, error: str) -> Fault | None:
+        watch = self.watch
+        assert watch is not None
+        losses = self.bad_losses()
+        weights = [n for n, (b, a) in self.parameters.items() if _bad(a) and not _bad(b)]
+        weights = [n for n in weights if self.lines]  # else it did not come to an end
+        what = self._what(losses, weights, error)
+        if not what:
+            return None
+        number = losses[0] if losses else next(iter(watch.gradients.values()), 0)
+        events = [e for e in watch.events if not number or e.micro_batch == number]
+        events = events or watch.events
+        if not number and events:
+            number = events[0].micro_batch
+        fault = Fault(
+            what=what,
+            first=events[0] if events else None,
+            then=events[1:3],
+            micro_batch=number,
+            data=[bad for bad in watch.data if bad.micro_batch == number],
+            before=watch.before,
+            gradients=list(watch.gradients),
+            weights=weights,
+        )
+        fault.parameter = _parameter(fault)
+        fault.samples, fault.samples_are = self._samples(fault)
+        return fault
+
+    def _what(self, losses: list[int], weights: list[str], error: str) -> list[str]:
+        watch = self.watch
+        assert watch is not None
+        what = []
+        if losses:
+            several = len(watch.batches) > 1
+            numbers = ", ".join(map(str, losses))
+            what.append(f"the loss of micro-batch {numbers}" if several else "the loss")
+        if watch.gradients:
+            count = len(watch.gradients)
+            what.append(f"the gradient{'s' * (count > 1)} of {count} parameter{'s' * (count > 1)}")
+        if weights:
+            what.append(f"{len(weights)} parameter{'s' * (len(weights) > 1)} after the update")
+        if watch.before:
+            what.append("the training before the update")
+        if error and watch.events and not what:
+            what.append("a result, and then an error")
+        return what
+
+    def _samples(self, fault: Fault) -> tuple[list[Sample], str]:
+        watch, task, first = self.watch, self.task, fault.first
+        assert watch is not None and task is not None
+        if fault.before or not fault.micro_batch or (first and first.stage == "update"):
+            return [], ""
+        if fault.data and (first is None or first.kind == "read"):
+            samples = [sample for bad in fault.data for sample in bad.samples]
+            return list(dict.fromkeys(samples)), "not finite as the data has them"
+        backward = not self.bad_losses() and not self._raised_early()
+        host = rng.HostGenerators()
+        try:
+            batch = watch.batches[fault.micro_batch - 1]
+            rows = alone(task, self._state, batch, backward)
+        finally:
+            host.put_back()
+        if rows:
+            return watch.samples(fault.micro_batch, rows), "each of them alone goes wrong too"
+        if first is not None and first.rows:
+            found = watch.samples(fault.micro_batch, first.rows)
+            return found, "their rows of that result are not finite"
+        why = "none goes wrong alone" if rows == [] else "they cannot be run one by one"
+        return watch.samples(fault.micro_batch), f"all of the micro-batch: {why}"
+
+    def _raised_early(self) -> bool:
+        return not self._losses
+
+
+def _parameter(fault: Fault) -> str:
+    first = fault.first
+    if first is not None and first.kind == "read" and first.source.startswith("parameter "):
+        return first.source.removeprefix("parameter ")
+    if first is not None and first.parameters and first.stage != "backward":
+        return first.parameters[0]
+    return next(iter([*fault.gradients, *fault.weights]), "")
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())
+
+
+def _bad(norm: float) -> bool:
+    return not math.isfinite(norm)

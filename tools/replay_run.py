@@ -1,0 +1,396 @@
+"""Running a part of a run again: the same engine, the same hooks, and nothing of it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phaseloop.engine import rng
+from phaseloop.engine.checkpoint import contents, store
+from phaseloop.engine.checkpoint.compare import forbidden_changes
+from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.recorder import POSITION, Recorder
+from phaseloop.engine.run_folder import RunFolder
+from phaseloop.engine.task import Task
+from phaseloop.engine.trainer import Outcome, Trainer
+from phaseloop.hooks.metrics_file import MetricsFile
+from phaseloop.hooks.non_finite import NonFinite
+from phaseloop.tools.replay_report import Line
+
+Make = Callable[[], tuple[Task, Mapping[str, Hook]]]
+"""Makes the task of a run and its hooks, anew each time."""
+
+REPLAYED = "replayed"
+
+# What ends a stretch of a step, and what the time until then was for.
+_PARTS = {"on_forward": "forward", "on_loss_and_meter": "loss", "on_backward": "backward",
+          "on_gradients": "optimizer", "on_update": "optimizer"}  # fmt: skip
+
+
+def run(make: Make, start: store.Saved | None, follower: Follower) -> Outcome:
+    """Train from a checkpoint on, in no folder, until the follower has seen enough.
+
+    Args:
+        make: of the run's task and hooks.
+        start: where to begin; None: at the beginning of the run.
+        follower: sees every update.
+
+    Raises:
+        Whatever user code raises.
+    """
+    host = rng.HostGenerators()
+    try:
+        task, hooks = make()
+        device = task.backend.rng_state()
+        try:
+            task.folder = None
+            task.run = dataclasses.replace(task.run, dir=None, resume="auto")
+            task.recorder = follower.tap = Tap(task.run.log_every)
+            follower.start = start
+            follower.prepare(task, hooks)
+            clock = {"replay: clock": follower.clock, "replay": follower}
+            return Trainer(task, {**taking_part(hooks), **clock}).train(start)
+        finally:
+            task.backend.set_rng_state(device)
+    finally:
+        host.put_back()
+
+
+def taking_part(hooks: Mapping[str, Hook]) -> dict[str, Hook]:
+    """The hooks that change the training; for each of the others one that does nothing.
+
+    What stops a run for a value that is not finite is left out too: a replay goes on and looks.
+    """
+    return {
+        name: Hook()
+        if hook.only_watches or hook.saves or (isinstance(hook, NonFinite) and _only_stops(hook))
+        else hook
+        for name, hook in hooks.items()
+    }
+
+
+def _only_stops(hook: NonFinite) -> bool:
+    return hook.policy != "skip"
+
+
+def logged(folder: Path, hooks: Mapping[str, Hook]) -> dict[int, dict[str, Any]]:
+    """The rows of a run's log by update, as they stand in its ``metrics.jsonl``."""
+    rows: dict[int, dict[str, Any]] = {}
+    for hook in hooks.values():
+        if not isinstance(hook, MetricsFile) or not (folder / hook.file).is_file():
+            continue
+        for text in (folder / hook.file).read_text().splitlines():
+            try:
+                row = json.loads(text)
+            except ValueError:  # a line that is being written
+                continue
+            if row.get("phase") == "train" and "loss" in row:
+                rows[row["update"]] = row
+    return rows
+
+
+class Tap(Recorder):
+    """A recorder that also keeps what was recorded at the update at hand."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
+        self.measured: list[tuple[str, Tensor, Tensor | float]] = []
+
+    def add(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
+        super().add(name, value, weight)
+        self.measured.append((name, value, weight))
+
+    def means(self) -> dict[str, float]:
+        """The weighted mean of each name. Here the host waits for the device."""
+        sums: dict[str, tuple[float, float]] = {}
+        for name, value, weight in self.measured:
+            total, weights = sums.get(name, (0.0, 0.0))
+            sums[name] = total + float(value.double() * weight), weights + float(weight)
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+
+class Clock(Hook):
+    """What the parts of an update take, seen by the first hook at every event."""
+
+    order = Order.SYNC_METERS
+    only_watches = True
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.exact = False
+        self._last = time.perf_counter()
+        self._device = torch.device("cpu")
+
+    def on_start(self, task: Task) -> None:
+        self._device = task.device
+
+    def on_phase_start(self, task: Task) -> None:
+        self._last = time.perf_counter()
+
+    def reset(self) -> None:
+        """The next update begins."""
+        self.parts = {}
+        self._last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was for ``part``."""
+        if self.exact and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+
+def _marker(part: str) -> Any:
+    def mark(self: Clock, task: Task) -> None:
+        if task.train:
+            self.mark(part)
+
+    return mark
+
+
+for _event, _part in _PARTS.items():
+    setattr(Clock, _event, _marker(_part))
+
+
+class Step:
+    """A run's step with something before it and after it; its state is the step's own."""
+
+    def __init__(self, step: Any, follower: Follower) -> None:
+        self.step = step
+        self._follower = follower
+
+    def __call__(self, task: Task) -> None:
+        self._follower.call(self.step, task)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+
+class Follower(Hook):
+    """Sees every update of a replay, last of all hooks, and ends it after the last that is asked.
+
+    Args:
+        first: the update that is looked at; before it, a snapshot is made in ``scratch``.
+        last: the last update.
+        folder: of the run, whose log is compared; None: none is.
+        scratch: a folder of its own; None: no snapshot.
+
+    Attributes:
+        lines: from the first update that is looked at on.
+        bits: checksums of loss and parameters after update ``first``.
+        snapshot: of the moment before update ``first``.
+        bad: the first update, of all, that was not finite.
+        seconds: of update ``first``, by part.
+    """
+
+    order = Order.CHECKPOINT
+    only_watches = True
+    saves = True  # a snapshot
+
+    def __init__(
+        self, first: int, last: int, folder: Path | None = None, scratch: str | None = None
+    ) -> None:
+        self.first = first
+        self.last = last
+        self.clock = Clock()
+        self.tap = Tap(1)
+        self.start: store.Saved | None = None
+        self.lines: list[Line] = []
+        self.logged = 0
+        self.differs = ""
+        self.bits: dict[str, str] = {}
+        self.snapshot: store.Saved | None = None
+        self.bad: int | None = None
+        self.seconds: dict[str, float] = {}
+        self.cold = False
+        self.begun = False
+        self.reached = 0
+        self._folder = folder
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._scratch = scratch
+        self._norm: Tensor | None = None
+        self._updates = 0
+
+    def prepare(self, task: Task, hooks: Mapping[str, Hook]) -> None:
+        """Read the run's log, and stand around the step of every stage."""
+        if self._folder is not None:
+            self._rows = logged(self._folder, hooks)
+        stages = task.stages
+        stages.steps = [(Step(step, self), facts) for step, facts in stages.steps]
+        task.train_step = stages.steps[0][0]
+
+    def call(self, step: Any, task: Task) -> None:
+        """Make a step."""
+        if task.train:
+            self.clock.mark("data")
+        step(task)
+
+    def on_start(self, task: Task) -> None:
+        self.begun = True
+        self.reached = task.progress.updates
+        self.clock.exact = self.reached >= self.first - 1
+        if self.start is not None:
+            saved = store.load(self.start, contents.STATE)
+            changes = forbidden_changes(saved["identity"], task.identity)
+            if changes:
+                raise ConfigError(
+                    "run", f"{self.start.path} is of another training: {'; '.join(changes)}"
+                )
+        planned = [plan.updates for plan in task.stages.plans()]
+        if all(planned) and self.first > sum(planned):
+            raise _no_such_update(self.first, f"the run is planned for {sum(planned)}")
+
+    def on_gradients(self, task: Task) -> None:
+        if task.progress.updates >= self.first - 1:
+            norms = [p.grad.norm() for p in task.trainable if p.grad is not None]
+            if norms:
+                norm = torch.stack(norms).norm()
+                self._norm = norm if self._norm is None else torch.hypot(self._norm, norm)
+
+    def on_step(self, task: Task) -> None:
+        if not task.train:
+            return
+        self.clock.mark("rest")
+        if task.updated:
+            self._updated(task)
+            self._norm, self.tap.measured = None, []
+        if task.accumulator.closed:
+            self.clock.reset()
+
+    def _updated(self, task: Task) -> None:
+        update = self.reached = task.progress.updates
+        self._updates += 1
+        self._compare(update)
+        line = self._line(task)
+        if not line.finite and self.bad is None:
+            self.bad = update
+        if update >= self.first:
+            self.lines.append(line)
+        if update == self.first:
+            self.bits = bits(task)
+            self.seconds = {**self.clock.parts, "together": line.seconds}
+            self.cold = self._updates == 1
+        if update == self.first - 1:
+            self.clock.exact = True
+            if self._scratch is not None:
+                self.snapshot = snapshot(task, Path(self._scratch))
+        if update >= self.last:
+            task.stop_reason = REPLAYED
+
+    def _compare(self, update: int) -> None:
+        """A row of the log, bit for bit."""
+        row = self._rows.get(update)
+        if not self.tap.due or row is None or self.differs:
+            return
+        self.logged += 1
+        for name, now in self.tap.row().items():
+            plain = str(now) if isinstance(now, float) and not math.isfinite(now) else now
+            if name not in POSITION and name in row and row[name] != plain:
+                self.differs = f"at update {update} the log has {name} {row[name]}, here {plain}"
+                return
+
+    def _line(self, task: Task) -> Line:
+        """Here the host waits for the device."""
+        measured = self.tap.means()
+        loss = measured.get("loss")
+        if loss is None and task.loss is not None:
+            loss = float(task.loss)
+        numbers = [loss] if loss is not None else []
+        parameters = [p.detach() for p in task.bare_model.parameters()]
+        finite = all(map(math.isfinite, [*measured.values(), *numbers])) and all(
+            bool(torch.isfinite(p).all()) for p in parameters
+        )
+        return Line(
+            update=task.progress.updates,
+            epoch=task.progress.epoch,
+            loss=loss,
+            measured=measured,
+            rates=rates(task),
+            gradient_norm=float("nan") if self._norm is None else float(self._norm),
+            finite=finite,
+            seconds=sum(self.clock.parts.values()),
+        )
+
+
+def snapshot(task: Task, folder: Path) -> store.Saved:
+    """A checkpoint of the task as it stands, in a folder that has nothing to do with the run."""
+    checks, saves = task.before_save, task.progress.saves
+    task.before_save, task.folder = [], RunFolder(folder)  # also of what is not finite
+    try:
+        return contents.save(task)
+    finally:
+        task.before_save, task.folder, task.progress.saves = checks, None, saves
+
+
+def rates(task: Task) -> dict[str, float]:
+    """Learning rates that the last update used."""
+    return {
+        f"{name}/{number}" if len(optimizer.param_groups) > 1 else name: float(group["lr"])
+        for name, optimizer in task.optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        if "lr" in group
+    }
+
+
+def bits(task: Task) -> dict[str, str]:
+    """A checksum of the loss, every parameter and every buffer."""
+    found = {} if task.loss is None else {"the loss": task.loss}
+    found |= {name: value for name, value in task.raw_state().items() if isinstance(value, Tensor)}
+    return {name: _checksum(value) for name, value in found.items()}
+
+
+def _checksum(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _no_such_update(update: int, why: str) -> ConfigError:
+    return ConfigError("update", f"there is no update {update}: {why}")
+
+
+def follow(make: Make, start: store.Saved | None, follower: Follower) -> str:
+    """Run until the follower is done; what update ``first`` raised, if it raised something.
+
+    Raises:
+        ConfigError: the run ends before the last update that is asked for.
+        PhaseloopError: an earlier update cannot be run again.
+    """
+    try:
+        outcome = run(make, start, follower)
+    except Exception as error:
+        if not follower.begun or isinstance(error, ConfigError):
+            raise
+        if follower.reached < follower.first - 1:
+            at = follower.reached + 1
+            raise PhaseloopError(
+                f"update {at}, before {follower.first}, raises {type(error).__name__}: {error}; "
+                f"look at it with update={at}"
+            ) from error
+        return f"{type(error).__name__}: {error}"
+    if outcome.signal is not None:
+        signal.raise_signal(outcome.signal)  # the handlers are what they were before
+        raise KeyboardInterrupt
+    if follower.reached < follower.first:
+        why = outcome.reason or "its length is reached"
+        raise _no_such_update(
+            follower.first, f"the run ends after update {outcome.updates} ({why})"
+        )
+    return ""
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for a snapshot."""
+    return tempfile.TemporaryDirectory(prefix="replay-")

@@ -1,0 +1,383 @@
+"""Watching an update: every operation of torch, every module and every gradient of it.
+
+Operations are seen below autograd, in forward, backward and the optimizer's step alike, with what
+they were given and what they gave; nothing of it is changed. Anomaly detection keeps, for every
+node of the graph, the line that made it. It could also stop at a NaN in backward: here an update
+is looked at to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import phaseloop
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.task import Task
+from phaseloop.tools.replay_report import BadData, Event
+from phaseloop.tools.replay_samples import bad_data, ids, roots
+
+_KEPT = 8  # events of one update: what comes later has them as its cause
+
+# What these give is memory as it was found.
+_UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
+# The same values in another place.
+_COPIES = {"_to_copy", "clone", "lift_fresh", "contiguous"}
+
+_OWN = (
+    os.path.dirname(os.path.abspath(torch.__file__)),
+    *(str(Path(str(phaseloop.__file__)).resolve().parent.parent / name)
+      for name in ("engine", "tools", "hooks", "train_steps", "phaseloop")),
+)  # fmt: skip
+
+
+class Watch:
+    """Everything that is seen of one update.
+
+    Args:
+        task: the task, built.
+
+    Attributes:
+        events: operations that made something that is not finite, in order.
+        batches: the micro-batches of the update, in order.
+        data: what of them is not finite.
+        before: what of the model and the optimizers was not finite at the beginning.
+        gradients: parameters whose gradients were not finite, in the order they came, each with
+            the number of the micro-batch.
+        stage: what the step is at.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.events: list[Event] = []
+        self.batches: list[Batch] = []
+        self.data: list[BadData] = []
+        self.gradients: dict[str, int] = {}
+        self.stage = "forward"
+        self._batch: Batch | None = None
+        self._modules: list[tuple[str, str]] = []
+        # The numbers that autograd gave its nodes while a module was at work, innermost first.
+        self._nodes: list[tuple[int, int, tuple[str, str]]] = []
+        self._names: dict[int, str] = {}
+        self._sources: dict[int, str] = {}
+        self._held: list[Tensor] = []  # so that no other tensor gets their memory
+        self.before = list(self._find_state())
+
+    # --- around the update ---
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Listen to modules and gradients."""
+        with contextlib.ExitStack() as undo:
+            for prefix, root in roots(self._task).items():
+                for name, module in root.named_modules():
+                    label = f"{prefix}{name}".rstrip("."), type(module).__name__
+                    self._listen(module, label, undo)
+            for prefix, root in roots(self._task).items():
+                for name, parameter in root.named_parameters():
+                    if parameter.requires_grad:
+                        handle = parameter.register_post_accumulate_grad_hook(
+                            self._gradient_hook(prefix + name)
+                        )
+                        undo.callback(handle.remove)
+            yield
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at every operation."""
+        self.stage = "forward"
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), _Mode(self):
+            yield
+
+    def note(self, batch: Batch | None) -> None:
+        """The step is at work on this micro-batch."""
+        if batch is None or batch is self._batch:
+            return
+        self._batch = batch
+        if all(batch is not known for known in self.batches):
+            self.batches.append(batch)
+            for bad, tensor in bad_data(self._task, batch, len(self.batches)):
+                self.data.append(bad)
+                self._add_source(tensor, f"the data ({bad.path})")
+
+    # --- listening ---
+
+    def _listen(
+        self, module: nn.Module, label: tuple[str, str], undo: contextlib.ExitStack
+    ) -> None:
+        entered: list[int] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._modules.append(label)
+            entered.append(torch.autograd._get_sequence_nr())
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            first = entered.pop()
+            last = torch.autograd._get_sequence_nr()
+            self._nodes.append((first, last, label))
+            self._check_module(args, kwargs, output)
+            self._modules.pop()
+
+        handles = (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        )
+        for handle in handles:
+            undo.callback(handle.remove)
+
+    def _check_module(self, args: Any, kwargs: Any, output: Any) -> None:
+        """For what is computed outside torch, or compiled."""
+        if self.events:
+            return
+        given = [_state(t) for t in _tensors((args, kwargs))]
+        gave = [t for t in _tensors(output) if any(_state(t))]
+        if gave and not any(nan or inf for nan, inf in given):
+            self._add_event("made", "", gave, [], "")
+
+    def _gradient_hook(self, name: str) -> Any:
+        def look(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and any(_state(gradient)) and name not in self.gradients:
+                self.gradients[name] = self.number
+
+        return look
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operation, and judge it."""
+        name = func.overloadpacket.__name__
+        if name in _UNSET or len(self.events) >= _KEPT:
+            return func(*args, **kwargs)
+        self.note(self._task.batch)
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        states = [_state(tensor) for tensor in given]
+        shapes = _shapes(given)
+        out = func(*args, **kwargs)
+        gave = _tensors(out)
+        if name in _COPIES:
+            self._follow(given, gave)
+        # An operation that changes a tensor in place need not return it.
+        changed = gave or (_tensors(args[:1]) if args else [])
+        bad = [tensor for tensor in changed if any(_state(tensor))]
+        constant = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
+        if bad and not constant and not func.is_view and name not in _COPIES:
+            self._judge(str(func), given, states, bad, f"{shapes} -> {_shapes(changed)}")
+        return out
+
+    def _judge(
+        self,
+        operation: str,
+        given: list[Tensor],
+        states: list[tuple[bool, bool]],
+        bad: list[Tensor],
+        shapes: str,
+    ) -> None:
+        nan = any(state[0] for state in states)
+        inf = any(state[1] for state in states)
+        read = [
+            source
+            for tensor, state in zip(given, states, strict=True)
+            if any(state) and (source := self._sources.get(_place(tensor)))
+        ]
+        if read:
+            if all(source != event.source for source in read for event in self.events):
+                self._add_event("read", operation, bad, given, shapes, read[0])
+        elif not nan and not inf:
+            self._add_event("made", operation, bad, given, shapes)
+        elif not nan and any(_state(tensor)[0] for tensor in bad):
+            self._add_event("nan", operation, bad, given, shapes)
+
+    def _add_event(
+        self,
+        kind: str,
+        operation: str,
+        bad: list[Tensor],
+        given: list[Tensor],
+        shapes: str,
+        source: str = "",
+    ) -> None:
+        stage, module, line = self.stage, self._modules[-1] if self._modules else None, ""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            stage, operation = "backward", f"{operation} of {node.name().split('::')[-1]}"
+            module = module or self._module_of(node._sequence_nr())
+            line = _line_of(_metadata(node).get("traceback_") or [])
+        elif stage != "update":
+            line = _line_of(traceback.format_list(traceback.extract_stack()))
+        touched = [self._names.get(_place(t), "") for t in (*bad, *given)]
+        self.events.append(
+            Event(
+                kind=kind,
+                stage=stage,
+                module=None if module is None else module[0],
+                module_class="" if module is None else module[1],
+                operation=operation,
+                shapes=shapes,
+                result=_count(bad),
+                parameters=list(dict.fromkeys(filter(None, touched))),
+                source=source,
+                line=line,
+                micro_batch=self.number,
+                rows=_rows(bad[0], self._batch),
+            )
+        )
+
+    @property
+    def number(self) -> int:
+        """Number of the micro-batch at hand, from 1; 0: none is."""
+        return next((n for n, b in enumerate(self.batches, 1) if b is self._batch), 0)
+
+    def _module_of(self, sequence: int) -> tuple[str, str] | None:
+        """The innermost module that was at work when autograd made a node."""
+        for first, last, label in self._nodes:
+            if first <= sequence < last:
+                return label
+        return None
+
+    # --- what things are called ---
+
+    def _find_state(self) -> Iterator[str]:
+        """Learn the names of parameters, buffers and states; those that are not finite."""
+        task = self._task
+        for prefix, root in roots(task).items():
+            for name, parameter in root.named_parameters():
+                self._names[_place(parameter)] = prefix + name
+                if any(_state(parameter)):
+                    self._add_source(parameter, f"parameter {prefix}{name}")
+                    yield prefix + name
+            for name, buffer in root.named_buffers():
+                # Infinities in a buffer are a mask, as a rule.
+                if _state(buffer)[0]:
+                    self._add_source(buffer, f"buffer {prefix}{name}")
+                    yield f"buffer {prefix}{name}"
+        names = task.parameter_names()
+        for optimizer in task.optimizers.values():
+            for moved, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and any(_state(value)):
+                        label = f"the optimizer's {key} of {names.get(id(moved), '?')}"
+                        self._add_source(value, label)
+                        yield label
+
+    def _add_source(self, tensor: Tensor, name: str) -> None:
+        self._sources[_place(tensor)] = name
+        self._held.append(tensor)
+
+    def _follow(self, given: list[Tensor], gave: list[Tensor]) -> None:
+        """A copy is called what it is a copy of."""
+        if given and gave:
+            here, there = _place(given[0]), _place(gave[0])
+            if here == there or not (here in self._names or here in self._sources):
+                return
+            self._held.append(gave[0])
+            for table in (self._names, self._sources):
+                if here in table:
+                    table[there] = table[here]
+
+    def samples(self, number: int, rows: list[int] | None = None) -> list[int | str]:
+        """Samples of a micro-batch, by its number from 1."""
+        return ids(self._task, self.batches[number - 1], rows)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.look(func, args, kwargs or {})
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    found: dict[str, Any] = node.metadata
+    return found
+
+
+def _state(tensor: Tensor) -> tuple[bool, bool]:
+    """Whether there is a NaN in it, and an infinity. Here the host waits for the device."""
+    values = _values(tensor)
+    if values is None or bool(torch.isfinite(values).all()):
+        return False, False
+    return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """Its numbers; None: it has none that could be other than finite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
+        return None
+    if tensor.layout != torch.strided:
+        return tensor.detach().coalesce().values() if tensor.layout == torch.sparse_coo else None
+    values = tensor.detach()
+    return values.float() if values.element_size() == 1 else values
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _rows(tensor: Tensor, batch: Batch | None) -> list[int] | None:
+    """Rows that are not finite, where there is a row for each sample."""
+    values = _values(tensor)
+    if batch is None or values is None or values.dim() == 0 or len(values) != batch.size:
+        return None
+    found: list[int] = (
+        (~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
+    )
+    return found
+
+
+def _count(tensors: list[Tensor]) -> str:
+    nan = inf = total = 0
+    for tensor in tensors:
+        values = _values(tensor)
+        if values is not None:
+            nan += int(torch.isnan(values).sum())
+            inf += int(torch.isinf(values).sum())
+            total += values.numel()
+    return count_of(nan, inf, total)
+
+
+def count_of(nan: int, inf: int, total: int) -> str:
+    """How many of how many, in words."""
+    parts = [f"{nan} NaN"] * (nan > 0) + [f"{inf} infinite"] * (inf > 0)
+    return (
+        f"{' and '.join(parts)} of {total} elements"
+        if total > 1
+        else ("NaN" if nan else "an infinity")
+    )
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4]]
+    return ", ".join([*shown, *["..."] * (len(tensors) > 4)])
+
+
+def _line_of(frames: list[str]) -> str:
+    """The innermost line outside torch and this package, of frames as traceback formats them."""
+    for frame in reversed(frames):
+        first, *rest = frame.strip().splitlines()
+        parts = first.split('"')
+        if len(parts) < 3 or parts[1].startswith("<"):
+            continue
+        file = os.path.realpath(parts[1])
+        if file.startswith(_OWN) or "/torch/" in file:
+            continue
+        number = parts[2].split("line ")[-1].split(",")[0]
+        function = parts[2].split(" in ")[-1].strip()
+        code = rest[0].strip() if rest else ""
+        return f"{os.path.relpath(file)}:{number} in {function}: {code}".rstrip(": ")
+    return ""
