@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from phaseloop.engine import rng
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_report import Fault, Replay, Sample
+from phaseloop.tools.replay_report import Fault, Line, Replay, Sample
 from phaseloop.tools.replay_run import Follower, Make
 from phaseloop.tools.replay_samples import alone
 from phaseloop.tools.replay_watch import Watch
@@ -42,6 +43,7 @@ class Looker(Follower):
         self.task: Task | None = None
         self.skips: list[str] = []
         self.batch = (0, 0)
+        self.skipped: Line | None = None
         self.gradients: dict[str, float] = {}
         self.parameters: dict[str, tuple[float, float]] = {}
         self._losses: list[tuple[int, Tensor]] = []
@@ -62,7 +64,7 @@ class Looker(Follower):
 
     def _begin(self, task: Task) -> None:
         self.task = task
-        self.watch = Watch(task)
+        self.watch = Watch(task, self.clock)
         self._state = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in task.raw_state().items()
@@ -73,20 +75,22 @@ class Looker(Follower):
         }
         self._attached.enter_context(self.watch.attached())
 
-    def on_forward(self, task: Task) -> None:
-        self._stage("loss")
+    @property
+    def _looks(self) -> bool:
+        return self.watch is not None and not self._found
 
     def on_loss_and_meter(self, task: Task) -> None:
-        if self.watch is not None and task.loss is not None and task.train:
+        if self.watch is not None and self._looks and task.loss is not None and task.train:
             self.watch.note(task.batch)
             self._losses.append((self.watch.number, task.loss.detach()))
 
-    def on_backward(self, task: Task) -> None:
-        self._stage("forward")
-
     def on_gradients(self, task: Task) -> None:
+        with _disable_current_modes():  # what is measured here is no part of the update
+            self._measure(task)
+
+    def _measure(self, task: Task) -> None:
         super().on_gradients(task)
-        if self.watch is not None and not self._found:
+        if self.watch is not None and self._looks:
             names = task.parameter_names()
             for parameter in task.trainable:
                 if parameter.grad is not None:
@@ -94,34 +98,28 @@ class Looker(Follower):
                     self.gradients[name] = norm
                     if not math.isfinite(norm) and not bool(parameter.grad.isfinite().all()):
                         self.watch.gradients.setdefault(name, self.watch.number)
-        self._stage("update")
-
-    def on_update(self, task: Task) -> None:
-        self._stage("forward")
 
     def on_step(self, task: Task) -> None:
+        closes = task.train and task.accumulator.closed
+        skipped = self.line(task) if closes and self._looks and not task.updated else None
         super().on_step(task)
-        if self.watch is None or not task.train or not task.accumulator.closed:
+        if self.watch is None or not closes:
             return
         self.skips += [e["reason"] for e in task.recorder.events if e["event"] == "skip"]
-        if not self._found:
-            self.batch = (task.phase.position, task.phase.windows)
-            self._attached.close()
-            weights = {name: _norm(p) for name, p in task.bare_model.named_parameters()}
-            self.parameters = {
-                name: (before, weights[name]) for name, (before, _) in self.parameters.items()
-            }
-            if self._is_bad():
-                self._found = True
-            elif not task.updated:
-                self.watch = None  # the next window may make the update
+        if self._found:
+            return
+        self.batch = (task.phase.position, task.phase.windows)
+        self._attached.close()
+        for name, parameter in task.bare_model.named_parameters():
+            self.parameters[name] = self.parameters[name][0], _norm(parameter)
+        self._found = self._is_bad()
+        if skipped is not None and self._found:
+            self.skipped = dataclasses.replace(skipped, update=self.first)
+        elif skipped is not None:
+            self.watch = None  # the next window may make the update
 
     def on_end(self, task: Task, outcome: Any) -> None:
         self._attached.close()
-
-    def _stage(self, stage: str) -> None:
-        if self.watch is not None:
-            self.watch.stage = stage
 
     def _is_bad(self) -> bool:
         assert self.watch is not None
@@ -140,7 +138,7 @@ class Looker(Follower):
         replay.micro_batches = [watch.samples(n) for n in range(1, len(watch.batches) + 1)]
         replay.batch, replay.skips = self.batch, self.skips
         replay.gradients, replay.parameters = self.gradients, self.parameters
-        replay.line = self.lines[0] if self.lines else None
+        replay.line = self.skipped or (self.lines[0] if self.lines else None)
         replay.fault = self._fault(replay.error)
         if replay.fault is None and watch.events and not replay.error:
             replay.harmless = watch.events[0]

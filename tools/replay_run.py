@@ -34,9 +34,14 @@ Make = Callable[[], tuple[Task, Mapping[str, Hook]]]
 
 REPLAYED = "replayed"
 
-# What ends a stretch of a step, and what the time until then was for.
-_PARTS = {"on_forward": "forward", "on_loss_and_meter": "loss", "on_backward": "backward",
-          "on_gradients": "optimizer", "on_update": "optimizer"}  # fmt: skip
+# What ends a stretch of a step: what the time until then was for, and what comes next.
+_PARTS = {
+    "on_forward": ("forward", "loss"),
+    "on_loss_and_meter": ("loss", "loss"),
+    "on_backward": ("backward", "forward"),
+    "on_gradients": ("optimizer", "update"),
+    "on_update": ("optimizer", "forward"),
+}
 
 
 def run(make: Make, start: store.Saved | None, follower: Follower) -> Outcome:
@@ -122,7 +127,13 @@ class Tap(Recorder):
 
 
 class Clock(Hook):
-    """What the parts of an update take, seen by the first hook at every event."""
+    """What the parts of an update take, seen by the first hook at every event.
+
+    Attributes:
+        parts: seconds by part.
+        exact: wait for the device at every mark.
+        stage: what the step is at: ``forward``, ``loss`` or ``update``.
+    """
 
     order = Order.SYNC_METERS
     only_watches = True
@@ -130,6 +141,7 @@ class Clock(Hook):
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
         self.exact = False
+        self.stage = "forward"
         self._last = time.perf_counter()
         self._device = torch.device("cpu")
 
@@ -141,7 +153,7 @@ class Clock(Hook):
 
     def reset(self) -> None:
         """The next update begins."""
-        self.parts = {}
+        self.parts, self.stage = {}, "forward"
         self._last = time.perf_counter()
 
     def mark(self, part: str) -> None:
@@ -153,16 +165,17 @@ class Clock(Hook):
         self._last = now
 
 
-def _marker(part: str) -> Any:
+def _marker(part: str, stage: str) -> Any:
     def mark(self: Clock, task: Task) -> None:
         if task.train:
             self.mark(part)
+            self.stage = stage
 
     return mark
 
 
-for _event, _part in _PARTS.items():
-    setattr(Clock, _event, _marker(_part))
+for _event, _names in _PARTS.items():
+    setattr(Clock, _event, _marker(*_names))
 
 
 class Step:
@@ -255,7 +268,7 @@ class Follower(Hook):
 
     def on_gradients(self, task: Task) -> None:
         if task.progress.updates >= self.first - 1:
-            norms = [p.grad.norm() for p in task.trainable if p.grad is not None]
+            norms = [p.grad.double().norm() for p in task.trainable if p.grad is not None]
             if norms:
                 norm = torch.stack(norms).norm()
                 self._norm = norm if self._norm is None else torch.hypot(self._norm, norm)
@@ -266,15 +279,15 @@ class Follower(Hook):
         self.clock.mark("rest")
         if task.updated:
             self._updated(task)
-            self._norm, self.tap.measured = None, []
         if task.accumulator.closed:
+            self._norm, self.tap.measured = None, []
             self.clock.reset()
 
     def _updated(self, task: Task) -> None:
         update = self.reached = task.progress.updates
         self._updates += 1
         self._compare(update)
-        line = self._line(task)
+        line = self.line(task)
         if not line.finite and self.bad is None:
             self.bad = update
         if update >= self.first:
@@ -302,8 +315,8 @@ class Follower(Hook):
                 self.differs = f"at update {update} the log has {name} {row[name]}, here {plain}"
                 return
 
-    def _line(self, task: Task) -> Line:
-        """Here the host waits for the device."""
+    def line(self, task: Task) -> Line:
+        """What the window at hand came to. Here the host waits for the device."""
         measured = self.tap.means()
         loss = measured.get("loss")
         if loss is None and task.loss is not None:

@@ -25,6 +25,7 @@ import phaseloop
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.task import Task
 from phaseloop.tools.replay_report import BadData, Event
+from phaseloop.tools.replay_run import Clock
 from phaseloop.tools.replay_samples import bad_data, ids, roots
 
 _KEPT = 8  # events of one update: what comes later has them as its cause
@@ -46,6 +47,7 @@ class Watch:
 
     Args:
         task: the task, built.
+        clock: knows what the step is at.
 
     Attributes:
         events: operations that made something that is not finite, in order.
@@ -54,16 +56,15 @@ class Watch:
         before: what of the model and the optimizers was not finite at the beginning.
         gradients: parameters whose gradients were not finite, in the order they came, each with
             the number of the micro-batch.
-        stage: what the step is at.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, clock: Clock) -> None:
         self._task = task
+        self._clock = clock
         self.events: list[Event] = []
         self.batches: list[Batch] = []
         self.data: list[BadData] = []
         self.gradients: dict[str, int] = {}
-        self.stage = "forward"
         self._batch: Batch | None = None
         self._modules: list[tuple[str, str]] = []
         # The numbers that autograd gave its nodes while a module was at work, innermost first.
@@ -95,7 +96,6 @@ class Watch:
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Look at every operation."""
-        self.stage = "forward"
         with torch.autograd.set_detect_anomaly(True, check_nan=False), _Mode(self):
             yield
 
@@ -206,7 +206,7 @@ class Watch:
         shapes: str,
         source: str = "",
     ) -> None:
-        stage, module, line = self.stage, self._modules[-1] if self._modules else None, ""
+        stage, module, line = self._clock.stage, self._modules[-1] if self._modules else None, ""
         node = torch._C._current_autograd_node()
         if node is not None:
             stage, operation = "backward", f"{operation} of {node.name().split('::')[-1]}"

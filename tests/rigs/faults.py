@@ -91,8 +91,10 @@ class Masked(nn.Module):
     """Infinities that do no harm, as a mask of attention has them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = x.masked_fill(x < 0.5, float("-inf"))
-        return torch.cat([scores, x.log()], 1).softmax(1)[:, :4]
+        logs = x.detach().log()
+        scores = x.masked_fill(x < 0.2, float("-inf"))
+        both = torch.cat([scores, x + logs.clamp(min=-9.0)], 1)
+        return both.softmax(1)[:, :4]
 
 
 @register_model("fault_model")
