@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phaseloop.engine import rng
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_report import Fault, Line, Replay, Sample
+from phaseloop.tools.replay_report import Fault, Line, Replay, Sample, told
 from phaseloop.tools.replay_run import Follower, Make
 from phaseloop.tools.replay_samples import alone
 from phaseloop.tools.replay_watch import Watch
@@ -105,14 +105,17 @@ class Looker(Follower):
         super().on_step(task)
         if self.watch is None or not closes:
             return
-        self.skips += [e["reason"] for e in task.recorder.events if e["event"] == "skip"]
+        reasons = [e["reason"] for e in task.recorder.events if e["event"] == "skip"]
         if self._found:
+            self.skips += reasons
             return
         self.batch = (task.phase.position, task.phase.windows)
         self._attached.close()
         for name, parameter in task.bare_model.named_parameters():
             self.parameters[name] = self.parameters[name][0], _norm(parameter)
-        self._found = self._is_bad()
+        overflow = self._overflow(task, reasons)
+        self.skips += [f"{reason}{overflow}" for reason in reasons]
+        self._found = self._is_bad() and not overflow
         if skipped is not None and self._found:
             self.skipped = dataclasses.replace(skipped, update=self.first)
         elif skipped is not None:
@@ -120,6 +123,16 @@ class Looker(Follower):
 
     def on_end(self, task: Task, outcome: Any) -> None:
         self._attached.close()
+
+    def _overflow(self, task: Task, reasons: list[str]) -> str:
+        """What is said of a window that only the loss scale was too large for; else nothing."""
+        assert self.watch is not None
+        if task.updated or task.precision.scaler is None or self.bad_losses():
+            return ""
+        if not any("overflowed" in reason for reason in reasons):
+            return ""
+        first = f", first in {told(self.watch.events[0])}" if self.watch.events else ""
+        return f"{first} (float16 lowers its scale and goes on; at every scale it is a fault)"
 
     def _is_bad(self) -> bool:
         assert self.watch is not None
@@ -206,7 +219,9 @@ class Looker(Follower):
         finally:
             host.put_back()
         if rows:
-            return watch.samples(fault.micro_batch, rows), "each of them alone goes wrong too"
+            return watch.samples(fault.micro_batch, rows), "run alone, it goes wrong too" if len(
+                rows
+            ) == 1 else "run alone, each goes wrong too"
         if first is not None and first.rows:
             found = watch.samples(fault.micro_batch, first.rows)
             return found, "their rows of that result are not finite"

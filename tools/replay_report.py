@@ -272,7 +272,7 @@ class Replay:
             if not self.error:
                 yield "verdict", "loss, gradients and parameters are finite"
             if self.harmless is not None:
-                yield "without harm", _told(self.harmless)
+                yield "without harm", told(self.harmless)
             return
         yield "not finite", "; ".join(fault.what)
         if fault.before:
@@ -283,11 +283,11 @@ class Replay:
             where = f"in {bad.path} of micro-batch {bad.micro_batch}: {bad.result}"
             yield "data", f"{where}, of {_samples(bad.samples)}"
         if fault.first is not None:
-            yield "first", _told(fault.first)
+            yield "first", told(fault.first)
             if fault.first.line:
                 yield "line", fault.first.line
         for event in fault.then:
-            yield "then", _told(event)
+            yield "then", told(event)
         if fault.parameter:
             yield "parameter", fault.parameter
         if fault.samples:
@@ -298,7 +298,8 @@ class Replay:
             yield "weights", f"not finite after it: {_some(fault.weights)}"
 
 
-def _told(event: Event) -> str:
+def told(event: Event) -> str:
+    """An event in words."""
     operation = event.operation or "its result"
     gave = f"gave {event.result}" if event.operation else f"has {event.result}"
     where = f"in the {event.stage} of micro-batch {event.micro_batch}"

@@ -101,9 +101,13 @@ def logged(folder: Path, hooks: Mapping[str, Hook]) -> dict[int, dict[str, Any]]
                 row = json.loads(text)
             except ValueError:  # a line that is being written
                 continue
-            if row.get("phase") == "train" and "loss" in row:
+            if row.get("phase") == "train" and any(map(_is_loss, row)):
                 rows[row["update"]] = row
     return rows
+
+
+def _is_loss(name: str) -> bool:
+    return name.split("/")[0] == "loss"
 
 
 class Tap(Recorder):
@@ -321,9 +325,9 @@ class Follower(Hook):
         loss = measured.get("loss")
         if loss is None and task.loss is not None:
             loss = float(task.loss)
-        numbers = [loss] if loss is not None else []
+        numbers = [value for name, value in measured.items() if _is_loss(name)]
         parameters = [p.detach() for p in task.bare_model.parameters()]
-        finite = all(map(math.isfinite, [*measured.values(), *numbers])) and all(
+        finite = all(map(math.isfinite, [*numbers, loss or 0.0])) and all(
             bool(torch.isfinite(p).all()) for p in parameters
         )
         return Line(

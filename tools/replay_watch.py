@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import phaseloop
 from phaseloop.engine.data.batch import Batch
@@ -106,9 +106,10 @@ class Watch:
         self._batch = batch
         if all(batch is not known for known in self.batches):
             self.batches.append(batch)
-            for bad, tensor in bad_data(self._task, batch, len(self.batches)):
-                self.data.append(bad)
-                self._add_source(tensor, f"the data ({bad.path})")
+            with _disable_current_modes():
+                for bad, tensor in bad_data(self._task, batch, len(self.batches)):
+                    self.data.append(bad)
+                    self._add_source(tensor, f"the data ({bad.path})")
 
     # --- listening ---
 
@@ -125,7 +126,8 @@ class Watch:
             first = entered.pop()
             last = torch.autograd._get_sequence_nr()
             self._nodes.append((first, last, label))
-            self._check_module(args, kwargs, output)
+            with _disable_current_modes():  # looking at it is no operation of the update
+                self._check_module(args, kwargs, output)
             self._modules.pop()
 
         handles = (
@@ -147,8 +149,9 @@ class Watch:
     def _gradient_hook(self, name: str) -> Any:
         def look(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None and any(_state(gradient)) and name not in self.gradients:
-                self.gradients[name] = self.number
+            with _disable_current_modes():
+                if gradient is not None and any(_state(gradient)):
+                    self.gradients.setdefault(name, self.number)
 
         return look
 
@@ -379,5 +382,6 @@ def _line_of(frames: list[str]) -> str:
         number = parts[2].split("line ")[-1].split(",")[0]
         function = parts[2].split(" in ")[-1].strip()
         code = rest[0].strip() if rest else ""
-        return f"{os.path.relpath(file)}:{number} in {function}: {code}".rstrip(": ")
+        here = os.path.realpath(os.getcwd()) + os.sep
+        return f"{file.removeprefix(here)}:{number} in {function}: {code}".rstrip(": ")
     return ""

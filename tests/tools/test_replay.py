@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloop import ConfigError, PhaseloopError, Trainer
+from phaseloop import (
+    ConfigError,
+    Hook,
+    LossScale,
+    PhaseloopError,
+    Phases,
+    Precision,
+    Run,
+    Stage,
+    Task,
+    Trainer,
+)
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.tools import replay as program
@@ -22,6 +33,7 @@ from phaseloop.tools.replay import replay
 from phaseloop.tools.replay_report import Replay
 from phaseloop.tools.run import DONE, ERROR, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
+from tests.contract.test_opt import gan_task
 from tests.rigs import cli, faults, r1
 from tests.rigs.faults import BAD, BATCH, UPDATE
 
@@ -203,6 +215,62 @@ def test_a_run_made_in_python(tmp_path: Path) -> None:
     assert found.logged == 17 and found.differs == ""
     with pytest.raises(ConfigError, match=r"resolved.yaml.*make="):
         replay(folder, 17)
+
+
+def closure(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
+    model = r1.network()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    return r1.make_task(folder, model=model, optimizer=opt, train_step="closure"), r1.make_hooks(
+        save={"every_updates": 6}
+    )
+
+
+def stages(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
+    phases = [
+        Stage(name="a", epochs=1, schedule=r1.schedule("constant")),
+        Stage(name="b", epochs=1, freeze=["0.*"], schedule=r1.schedule("warmup_cosine")),
+    ]
+    return r1.make_task(folder, phases=phases), r1.make_hooks(save={"every_updates": 6})
+
+
+def alternating(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
+    run = Run(dir=None if folder is None else str(folder), threads=1, log_every=1)
+    task = gan_task(run=run, every={"generator": 2}, phases=Phases(epochs=3))
+    return task, r1.make_hooks(save={"every_updates": 6})
+
+
+def half(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
+    """Scales of 2**20 and some below overflow: the first windows are skipped."""
+    precision = Precision("float16", LossScale(initial=2.0**20))
+    return r1.make_task(folder, precision=precision), r1.make_hooks(save={"every_updates": 6})
+
+
+@pytest.mark.parametrize("kind", [closure, stages, alternating, half])
+def test_whatever_makes_the_updates(kind: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    task, hooks = kind(folder)
+    Trainer(task, hooks).train()
+    before = contents(folder)
+    for update in (1, 14):  # of stage b, where there is one
+        found = replay(folder, update, make=lambda: kind(None))
+        assert found.logged == update and found.differs == ""
+        assert found.same_when_watched and found.fault is None
+        norms = [b != a for b, a in found.parameters.values()]
+        assert any(norms)
+    assert contents(folder) == before
+
+
+def test_an_overflow_that_is_a_skip_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    task, hooks = half(folder)
+    Trainer(task, hooks).train()
+    skipped = task.progress.skipped
+    assert skipped > 1
+    found = replay(folder, 1, make=lambda: half(None))
+    assert len(found.skips) == skipped and found.fault is None
+    assert found.skips[0].startswith(f"gradients overflowed at loss scale {2.0**20:g}, first in ")
+    assert "goes on" in found.text()
+    assert found.batch == (skipped + 1, r1.UPDATES)
 
 
 def test_random_states_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
