@@ -195,8 +195,9 @@ class Replay:
             rows += [*self._update(), *self._norms(), *self._seconds(), *self._verdict()]
         elif all(line.finite for line in self.lines):
             rows.append(("verdict", "loss and parameters are finite in all of them"))
-        width = max(len(name) for name, _ in rows) + 2
-        return "\n".join(f"{name:<{width}}{value}".rstrip() for name, value in rows)
+        # Parameters may have long names.
+        width = max(len(name) for name, _ in rows if not name.startswith(" ")) + 2
+        return "\n".join(f"{name:<{width - 1}} {value}".rstrip() for name, value in rows)
 
     def _start(self) -> Iterable[tuple[str, str]]:
         yield "run", self.folder
