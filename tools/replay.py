@@ -15,12 +15,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
+
+if TYPE_CHECKING:
+    from phaseloop.engine.checkpoint.store import Saved
+    from phaseloop.engine.config.schema import Schema
+    from phaseloop.engine.events import Hook
+    from phaseloop.engine.task import Task
+    from phaseloop.tools.replay_found import Replay
+    from phaseloop.tools.replay_run import Make
 
 log = logging.getLogger("phaseloop")
 
@@ -57,7 +65,8 @@ def run(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     own = {match[1]: match[2] for word in words if (match := _OWN.match(word))}
     rest = [word for word in words if not _OWN.match(word)]
-    folders = [word for word in rest if "=" not in word]
+    # A run of several has the words that it was started with as its name.
+    folders = [word for word in rest if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1 or folders[0].startswith("-"):
         given = ", ".join(map(repr, folders)) or "none"
         raise ConfigError("run", f"give the folder of one run, such as runs/digits; got {given}")
@@ -67,7 +76,7 @@ def _run(words: Sequence[str]) -> int:
     to = Path(own["to"]) if own.get("to") else None
     if to is not None and not to.parent.is_dir():
         raise ConfigError("to", f"there is no folder {to.parent}")
-    overrides = [word for word in rest if "=" in word]
+    overrides = [word for word in rest if word not in folders]
     found = replay(folders[0], _number(own, "update"), until=_number(own, "until"),
                    overrides=overrides)  # fmt: skip
     text = json.dumps(found.plain(), indent=1)
@@ -91,8 +100,8 @@ def replay(
     *,
     until: int | None = None,
     overrides: Sequence[str] = (),
-    make: Callable[[], tuple[Any, Mapping[str, Any]]] | None = None,
-) -> Any:
+    make: Make | None = None,
+) -> Replay:
     """Run an update of a past run again.
 
     Args:
@@ -104,9 +113,6 @@ def replay(
         overrides: ``key=value``, as on the command line.
         make: for a run that was made in Python: gives its task and its hooks, anew at each call.
 
-    Returns:
-        A :class:`phaseloop.tools.replay_report.Replay`.
-
     Raises:
         ConfigError: there is no such run or update, or an option makes another training of it.
         CheckpointError: nothing is left to begin with.
@@ -115,7 +121,7 @@ def replay(
     import phaseloop.hooks
     import phaseloop.train_steps  # noqa: F401 registers the steps
     from phaseloop.tools import replay_find as finding
-    from phaseloop.tools.replay_report import Replay
+    from phaseloop.tools.replay_found import Replay
 
     run_folder = finding.run_folder(str(folder))
     number = finding.default_update(run_folder) if update is None else update
@@ -138,21 +144,23 @@ def replay(
         passed_over=start.passed_over,
         configuration=told,
     )
-    with _quiet():
+    with _Quiet():
         return _replay(found, make, run_folder.path, start.saved, until)
 
 
-def _maker(schema: Any) -> Callable[[], tuple[Any, Mapping[str, Any]]]:
+def _maker(schema: Schema) -> Make:
     from phaseloop.engine.config.build import build
 
-    def make() -> tuple[Any, Mapping[str, Any]]:
+    def make() -> tuple[Task, Mapping[str, Hook]]:
         built = build(schema)
         return built.task, built.hooks
 
     return make
 
 
-def _replay(found: Any, make: Any, folder: Path, start: Any, until: int | None) -> Any:
+def _replay(
+    found: Replay, make: Make, folder: Path, start: Saved | None, until: int | None
+) -> Replay:
     from phaseloop.tools import replay_look as looking
     from phaseloop.tools import replay_run as running
 
@@ -164,6 +172,8 @@ def _replay(found: Any, make: Any, folder: Path, start: Any, until: int | None) 
         if until is not None:
             found.lines = follower.lines
             bad = next((line.update for line in follower.lines if not line.finite), None)
+            if found.error and bad is None:
+                bad = follower.reached + 1
             if bad is None or bad != number:
                 return found if bad is None else _further(found, make, folder, start, bad)
         looker = looking.Looker(number)
@@ -179,7 +189,7 @@ def _replay(found: Any, make: Any, folder: Path, start: Any, until: int | None) 
     return found
 
 
-def _further(found: Any, make: Any, folder: Path, start: Any, bad: int) -> Any:
+def _further(found: Replay, make: Make, folder: Path, start: Saved | None, bad: int) -> Replay:
     """Look at the first of a range that is not finite."""
     lines, found.update = found.lines, bad
     found = _replay(found, make, folder, start, None)
@@ -187,18 +197,26 @@ def _further(found: Any, make: Any, folder: Path, start: Any, bad: int) -> Any:
     return found
 
 
-class _quiet:  # noqa: N801 used as a function
-    """Warnings of the replayed run go to stderr, and nothing else that it says."""
+class _Quiet(logging.StreamHandler[TextIO]):
+    """Warnings of the replayed run go to stderr, once each, and nothing else that it says."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setLevel(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self._said and not getattr(record, "only_file", False)
+        self._said.add(text)
+        return new
 
     def __enter__(self) -> None:
-        self._handler = logging.StreamHandler(sys.stderr)
-        self._handler.setLevel(logging.WARNING)
-        self._handler.addFilter(lambda record: not getattr(record, "only_file", False))
-        self._handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        log.addHandler(self._handler)
+        log.addHandler(self)
 
-    def __exit__(self, *_: Any) -> None:
-        log.removeHandler(self._handler)
+    def __exit__(self, *_: object) -> None:
+        log.removeHandler(self)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import logging
 import math
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,29 +17,22 @@ from torch import Tensor
 from phaseloop.engine import rng
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.checkpoint.compare import forbidden_changes
-from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.errors import CheckpointError, ConfigError, PhaseloopError
 from phaseloop.engine.events import Hook, Order
-from phaseloop.engine.recorder import POSITION, Recorder
+from phaseloop.engine.recorder import POSITION
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome, Trainer
-from phaseloop.hooks.metrics_file import MetricsFile
 from phaseloop.hooks.non_finite import NonFinite
-from phaseloop.tools.replay_report import Line
+from phaseloop.tools.replay_found import Line
+from phaseloop.tools.replay_measure import Clock, Tap, bits, is_loss, logged, rates
 
 Make = Callable[[], tuple[Task, Mapping[str, Hook]]]
 """Makes the task of a run and its hooks, anew each time."""
 
 REPLAYED = "replayed"
 
-# What ends a stretch of a step: what the time until then was for, and what comes next.
-_PARTS = {
-    "on_forward": ("forward", "loss"),
-    "on_loss_and_meter": ("loss", "loss"),
-    "on_backward": ("backward", "forward"),
-    "on_gradients": ("optimizer", "update"),
-    "on_update": ("optimizer", "forward"),
-}
+log = logging.getLogger("phaseloop")
 
 
 def run(make: Make, start: store.Saved | None, follower: Follower) -> Outcome:
@@ -88,98 +79,6 @@ def taking_part(hooks: Mapping[str, Hook]) -> dict[str, Hook]:
 
 def _only_stops(hook: NonFinite) -> bool:
     return hook.policy != "skip"
-
-
-def logged(folder: Path, hooks: Mapping[str, Hook]) -> dict[int, dict[str, Any]]:
-    """The rows of a run's log by update, as they stand in its ``metrics.jsonl``."""
-    rows: dict[int, dict[str, Any]] = {}
-    for hook in hooks.values():
-        if not isinstance(hook, MetricsFile) or not (folder / hook.file).is_file():
-            continue
-        for text in (folder / hook.file).read_text().splitlines():
-            try:
-                row = json.loads(text)
-            except ValueError:  # a line that is being written
-                continue
-            if row.get("phase") == "train" and any(map(_is_loss, row)):
-                rows[row["update"]] = row
-    return rows
-
-
-def _is_loss(name: str) -> bool:
-    return name.split("/")[0] == "loss"
-
-
-class Tap(Recorder):
-    """A recorder that also keeps what was recorded at the update at hand."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__(every)
-        self.measured: list[tuple[str, Tensor, Tensor | float]] = []
-
-    def add(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        super().add(name, value, weight)
-        self.measured.append((name, value, weight))
-
-    def means(self) -> dict[str, float]:
-        """The weighted mean of each name. Here the host waits for the device."""
-        sums: dict[str, tuple[float, float]] = {}
-        for name, value, weight in self.measured:
-            total, weights = sums.get(name, (0.0, 0.0))
-            sums[name] = total + float(value.double() * weight), weights + float(weight)
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
-
-
-class Clock(Hook):
-    """What the parts of an update take, seen by the first hook at every event.
-
-    Attributes:
-        parts: seconds by part.
-        exact: wait for the device at every mark.
-        stage: what the step is at: ``forward``, ``loss`` or ``update``.
-    """
-
-    order = Order.SYNC_METERS
-    only_watches = True
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self.exact = False
-        self.stage = "forward"
-        self._last = time.perf_counter()
-        self._device = torch.device("cpu")
-
-    def on_start(self, task: Task) -> None:
-        self._device = task.device
-
-    def on_phase_start(self, task: Task) -> None:
-        self._last = time.perf_counter()
-
-    def reset(self) -> None:
-        """The next update begins."""
-        self.parts, self.stage = {}, "forward"
-        self._last = time.perf_counter()
-
-    def mark(self, part: str) -> None:
-        """The time since the last mark was for ``part``."""
-        if self.exact and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
-        self._last = now
-
-
-def _marker(part: str, stage: str) -> Any:
-    def mark(self: Clock, task: Task) -> None:
-        if task.train:
-            self.mark(part)
-            self.stage = stage
-
-    return mark
-
-
-for _event, _names in _PARTS.items():
-    setattr(Clock, _event, _marker(*_names))
 
 
 class Step:
@@ -267,8 +166,9 @@ class Follower(Hook):
                     "run", f"{self.start.path} is of another training: {'; '.join(changes)}"
                 )
         planned = [plan.updates for plan in task.stages.plans()]
-        if all(planned) and self.first > sum(planned):
-            raise _no_such_update(self.first, f"the run is planned for {sum(planned)}")
+        if all(planned) and self.last > sum(planned):
+            key = "update" if self.last == self.first else "until"
+            raise _no_such_update(self.last, f"the run is planned for {sum(planned)}", key)
 
     def on_gradients(self, task: Task) -> None:
         if task.progress.updates >= self.first - 1:
@@ -303,7 +203,10 @@ class Follower(Hook):
         if update == self.first - 1:
             self.clock.exact = True
             if self._scratch is not None:
-                self.snapshot = snapshot(task, Path(self._scratch))
+                try:
+                    self.snapshot = snapshot(task, Path(self._scratch))
+                except CheckpointError as error:  # then it has to come here once more
+                    log.warning("%s", error)
         if update >= self.last:
             task.stop_reason = REPLAYED
 
@@ -325,7 +228,7 @@ class Follower(Hook):
         loss = measured.get("loss")
         if loss is None and task.loss is not None:
             loss = float(task.loss)
-        numbers = [value for name, value in measured.items() if _is_loss(name)]
+        numbers = [value for name, value in measured.items() if is_loss(name)]
         parameters = [p.detach() for p in task.bare_model.parameters()]
         finite = all(map(math.isfinite, [*numbers, loss or 0.0])) and all(
             bool(torch.isfinite(p).all()) for p in parameters
@@ -352,30 +255,8 @@ def snapshot(task: Task, folder: Path) -> store.Saved:
         task.before_save, task.folder, task.progress.saves = checks, None, saves
 
 
-def rates(task: Task) -> dict[str, float]:
-    """Learning rates that the last update used."""
-    return {
-        f"{name}/{number}" if len(optimizer.param_groups) > 1 else name: float(group["lr"])
-        for name, optimizer in task.optimizers.items()
-        for number, group in enumerate(optimizer.param_groups)
-        if "lr" in group
-    }
-
-
-def bits(task: Task) -> dict[str, str]:
-    """A checksum of the loss, every parameter and every buffer."""
-    found = {} if task.loss is None else {"the loss": task.loss}
-    found |= {name: value for name, value in task.raw_state().items() if isinstance(value, Tensor)}
-    return {name: _checksum(value) for name, value in found.items()}
-
-
-def _checksum(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _no_such_update(update: int, why: str) -> ConfigError:
-    return ConfigError("update", f"there is no update {update}: {why}")
+def _no_such_update(update: int, why: str, key: str) -> ConfigError:
+    return ConfigError(key, f"there is no update {update}: {why}")
 
 
 def follow(make: Make, start: store.Saved | None, follower: Follower) -> str:
@@ -400,11 +281,11 @@ def follow(make: Make, start: store.Saved | None, follower: Follower) -> str:
     if outcome.signal is not None:
         signal.raise_signal(outcome.signal)  # the handlers are what they were before
         raise KeyboardInterrupt
-    if follower.reached < follower.first:
+    if follower.reached < follower.last:
         why = outcome.reason or "its length is reached"
-        raise _no_such_update(
-            follower.first, f"the run ends after update {outcome.updates} ({why})"
-        )
+        key = "update" if follower.last == follower.first else "until"
+        told = f"the run ends after update {outcome.updates} ({why})"
+        raise _no_such_update(follower.last, told, key)
     return ""
 
 

@@ -13,7 +13,8 @@ from phaseloop.engine import registry
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.stepping import loss_of
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_report import BadData, Sample
+from phaseloop.tools.replay_found import BadData, Sample
+from phaseloop.tools.replay_values import bad_rows, count_bad, state_of
 
 _KNOWN_STEPS = ("standard", "closure")
 
@@ -44,19 +45,11 @@ def bad_data(task: Task, batch: Batch, number: int) -> Iterator[tuple[BadData, T
         number: of the micro-batch.
     """
     for path, value in pytree.tree_flatten_with_path(batch.data)[0]:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not any(state_of(value)):
             continue
-        finite = torch.isfinite(value)
-        if bool(finite.all()):
-            continue
-        rows = None
-        if value.dim() and len(value) == batch.size:
-            rows = (~finite).reshape(len(value), -1).any(1).nonzero().flatten().tolist()
-        nan, inf = int(torch.isnan(value).sum()), int(torch.isinf(value).sum())
-        parts = [f"{nan} NaN"] * (nan > 0) + [f"{inf} infinite"] * (inf > 0)
-        result = f"{' and '.join(parts)} of {value.numel()} elements"
+        rows = bad_rows(value, batch)
         name = _name(path, value, batch)
-        yield BadData(name, number, ids(task, batch, rows), result), value
+        yield BadData(name, number, ids(task, batch, rows), count_bad([value])), value
 
 
 def _name(path: Any, value: Tensor, batch: Batch) -> str:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +19,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import phaseloop
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_report import BadData, Event
-from phaseloop.tools.replay_run import Clock
+from phaseloop.tools.replay_found import BadData, Event
+from phaseloop.tools.replay_measure import Clock
 from phaseloop.tools.replay_samples import bad_data, ids, roots
+from phaseloop.tools.replay_values import (
+    bad_rows,
+    count_bad,
+    line_of,
+    place_of,
+    shapes_of,
+    state_of,
+    tensors_of,
+)
 
 _KEPT = 8  # events of one update: what comes later has them as its cause
 
@@ -34,12 +40,6 @@ _KEPT = 8  # events of one update: what comes later has them as its cause
 _UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 # The same values in another place.
 _COPIES = {"_to_copy", "clone", "lift_fresh", "contiguous"}
-
-_OWN = (
-    os.path.dirname(os.path.abspath(torch.__file__)),
-    *(str(Path(str(phaseloop.__file__)).resolve().parent.parent / name)
-      for name in ("engine", "tools", "hooks", "train_steps", "phaseloop")),
-)  # fmt: skip
 
 
 class Watch:
@@ -141,8 +141,8 @@ class Watch:
         """For what is computed outside torch, or compiled."""
         if self.events:
             return
-        given = [_state(t) for t in _tensors((args, kwargs))]
-        gave = [t for t in _tensors(output) if any(_state(t))]
+        given = [state_of(t) for t in tensors_of((args, kwargs))]
+        gave = [t for t in tensors_of(output) if any(state_of(t))]
         if gave and not any(nan or inf for nan, inf in given):
             self._add_event("made", "", gave, [], "")
 
@@ -150,7 +150,7 @@ class Watch:
         def look(parameter: Tensor) -> None:
             gradient = parameter.grad
             with _disable_current_modes():
-                if gradient is not None and any(_state(gradient)):
+                if gradient is not None and any(state_of(gradient)):
                     self.gradients.setdefault(name, self.number)
 
         return look
@@ -163,18 +163,18 @@ class Watch:
         self.note(self._task.batch)
         leaves = pytree.tree_leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        states = [_state(tensor) for tensor in given]
-        shapes = _shapes(given)
+        states = [state_of(tensor) for tensor in given]
+        shapes = shapes_of(given)
         out = func(*args, **kwargs)
-        gave = _tensors(out)
+        gave = tensors_of(out)
         if name in _COPIES:
             self._follow(given, gave)
         # An operation that changes a tensor in place need not return it.
-        changed = gave or (_tensors(args[:1]) if args else [])
-        bad = [tensor for tensor in changed if any(_state(tensor))]
+        changed = gave or (tensors_of(args[:1]) if args else [])
+        bad = [tensor for tensor in changed if any(state_of(tensor))]
         constant = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
         if bad and not constant and not func.is_view and name not in _COPIES:
-            self._judge(str(func), given, states, bad, f"{shapes} -> {_shapes(changed)}")
+            self._judge(str(func), given, states, bad, f"{shapes} -> {shapes_of(changed)}")
         return out
 
     def _judge(
@@ -190,14 +190,14 @@ class Watch:
         read = [
             source
             for tensor, state in zip(given, states, strict=True)
-            if any(state) and (source := self._sources.get(_place(tensor)))
+            if any(state) and (source := self._sources.get(place_of(tensor)))
         ]
         if read:
             if all(source != event.source for source in read for event in self.events):
                 self._add_event("read", operation, bad, given, shapes, read[0])
         elif not nan and not inf:
             self._add_event("made", operation, bad, given, shapes)
-        elif not nan and any(_state(tensor)[0] for tensor in bad):
+        elif not nan and any(state_of(tensor)[0] for tensor in bad):
             self._add_event("nan", operation, bad, given, shapes)
 
     def _add_event(
@@ -214,10 +214,10 @@ class Watch:
         if node is not None:
             stage, operation = "backward", f"{operation} of {node.name().split('::')[-1]}"
             module = module or self._module_of(node._sequence_nr())
-            line = _line_of(_metadata(node).get("traceback_") or [])
+            line = line_of(_metadata(node).get("traceback_") or [])
         elif stage != "update":
-            line = _line_of(traceback.format_list(traceback.extract_stack()))
-        touched = [self._names.get(_place(t), "") for t in (*bad, *given)]
+            line = line_of(traceback.format_list(traceback.extract_stack()))
+        touched = [self._names.get(place_of(t), "") for t in (*bad, *given)]
         self.events.append(
             Event(
                 kind=kind,
@@ -226,12 +226,12 @@ class Watch:
                 module_class="" if module is None else module[1],
                 operation=operation,
                 shapes=shapes,
-                result=_count(bad),
+                result=count_bad(bad),
                 parameters=list(dict.fromkeys(filter(None, touched))),
                 source=source,
                 line=line,
                 micro_batch=self.number,
-                rows=_rows(bad[0], self._batch),
+                rows=bad_rows(bad[0], self._batch),
             )
         )
 
@@ -254,32 +254,32 @@ class Watch:
         task = self._task
         for prefix, root in roots(task).items():
             for name, parameter in root.named_parameters():
-                self._names[_place(parameter)] = prefix + name
-                if any(_state(parameter)):
+                self._names[place_of(parameter)] = prefix + name
+                if any(state_of(parameter)):
                     self._add_source(parameter, f"parameter {prefix}{name}")
                     yield prefix + name
             for name, buffer in root.named_buffers():
                 # Infinities in a buffer are a mask, as a rule.
-                if _state(buffer)[0]:
+                if state_of(buffer)[0]:
                     self._add_source(buffer, f"buffer {prefix}{name}")
                     yield f"buffer {prefix}{name}"
         names = task.parameter_names()
         for optimizer in task.optimizers.values():
             for moved, state in optimizer.state.items():
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and any(_state(value)):
+                    if isinstance(value, Tensor) and any(state_of(value)):
                         label = f"the optimizer's {key} of {names.get(id(moved), '?')}"
                         self._add_source(value, label)
                         yield label
 
     def _add_source(self, tensor: Tensor, name: str) -> None:
-        self._sources[_place(tensor)] = name
+        self._sources[place_of(tensor)] = name
         self._held.append(tensor)
 
     def _follow(self, given: list[Tensor], gave: list[Tensor]) -> None:
         """A copy is called what it is a copy of."""
         if given and gave:
-            here, there = _place(given[0]), _place(gave[0])
+            here, there = place_of(given[0]), place_of(gave[0])
             if here == there or not (here in self._names or here in self._sources):
                 return
             self._held.append(gave[0])
@@ -304,84 +304,3 @@ class _Mode(TorchDispatchMode):
 def _metadata(node: Any) -> dict[str, Any]:
     found: dict[str, Any] = node.metadata
     return found
-
-
-def _state(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether there is a NaN in it, and an infinity. Here the host waits for the device."""
-    values = _values(tensor)
-    if values is None or bool(torch.isfinite(values).all()):
-        return False, False
-    return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
-
-
-def _values(tensor: Tensor) -> Tensor | None:
-    """Its numbers; None: it has none that could be other than finite."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
-        return None
-    if tensor.layout != torch.strided:
-        return tensor.detach().coalesce().values() if tensor.layout == torch.sparse_coo else None
-    values = tensor.detach()
-    return values.float() if values.element_size() == 1 else values
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
-
-
-def _rows(tensor: Tensor, batch: Batch | None) -> list[int] | None:
-    """Rows that are not finite, where there is a row for each sample."""
-    values = _values(tensor)
-    if batch is None or values is None or values.dim() == 0 or len(values) != batch.size:
-        return None
-    found: list[int] = (
-        (~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
-    )
-    return found
-
-
-def _count(tensors: list[Tensor]) -> str:
-    nan = inf = total = 0
-    for tensor in tensors:
-        values = _values(tensor)
-        if values is not None:
-            nan += int(torch.isnan(values).sum())
-            inf += int(torch.isinf(values).sum())
-            total += values.numel()
-    return count_of(nan, inf, total)
-
-
-def count_of(nan: int, inf: int, total: int) -> str:
-    """How many of how many, in words."""
-    parts = [f"{nan} NaN"] * (nan > 0) + [f"{inf} infinite"] * (inf > 0)
-    return (
-        f"{' and '.join(parts)} of {total} elements"
-        if total > 1
-        else ("NaN" if nan else "an infinity")
-    )
-
-
-def _shapes(tensors: list[Tensor]) -> str:
-    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4]]
-    return ", ".join([*shown, *["..."] * (len(tensors) > 4)])
-
-
-def _line_of(frames: list[str]) -> str:
-    """The innermost line outside torch and this package, of frames as traceback formats them."""
-    for frame in reversed(frames):
-        first, *rest = frame.strip().splitlines()
-        parts = first.split('"')
-        if len(parts) < 3 or parts[1].startswith("<"):
-            continue
-        file = os.path.realpath(parts[1])
-        if file.startswith(_OWN) or "/torch/" in file:
-            continue
-        number = parts[2].split("line ")[-1].split(",")[0]
-        function = parts[2].split(" in ")[-1].strip()
-        code = rest[0].strip() if rest else ""
-        here = os.path.realpath(os.getcwd()) + os.sep
-        return f"{file.removeprefix(here)}:{number} in {function}: {code}".rstrip(": ")
-    return ""

@@ -24,13 +24,14 @@ from phaseloop import (
     Run,
     Stage,
     Task,
+    TorchSchedule,
     Trainer,
 )
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.tools import replay as program
 from phaseloop.tools.replay import replay
-from phaseloop.tools.replay_report import Replay
+from phaseloop.tools.replay_found import Replay
 from phaseloop.tools.run import DONE, ERROR, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
 from tests.contract.test_opt import gan_task
@@ -239,13 +240,23 @@ def alternating(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
     return task, r1.make_hooks(save={"every_updates": 6})
 
 
+def plateau(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
+    """The rate of an epoch depends on the tests before it."""
+    falling = TorchSchedule(
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+        metric="test/loss",
+    )
+    task = r1.make_task(folder, schedule=falling, test=True, phases={"test_every_updates": 3})
+    return task, r1.make_hooks(save={"every_updates": 6})
+
+
 def half(folder: Path | None) -> tuple[Task, dict[str, Hook]]:
     """Scales of 2**20 and some below overflow: the first windows are skipped."""
     precision = Precision("float16", LossScale(initial=2.0**20))
     return r1.make_task(folder, precision=precision), r1.make_hooks(save={"every_updates": 6})
 
 
-@pytest.mark.parametrize("kind", [closure, stages, alternating, half])
+@pytest.mark.parametrize("kind", [closure, stages, alternating, plateau, half])
 def test_whatever_makes_the_updates(kind: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     task, hooks = kind(folder)
@@ -421,6 +432,26 @@ def test_an_error_at_the_update_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         replay("here", 9)
 
 
+def test_a_range_ends_at_an_error_and_looks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert train_here(["config=tiny", "hooks.tiny_fault={}", "run.dir=here"]) == ERROR
+    found = replay("here", 1, until=5)
+    assert [line.update for line in found.lines] == [1, 2]
+    assert found.update == 3 and "planted fault" in found.text()
+
+
+def test_a_compiled_model_is_watched_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*bad("zeros", "share"), "model.compile={backend: eager}"]
+    found = fault(tmp_path, monkeypatch, *words)
+    assert found.fault is not None and found.fault.first is not None
+    assert found.fault.first.module_class == "Share" and found.fault.samples == [BAD]
+
+
 def test_a_value_in_python_and_json_has_no_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +479,14 @@ def test_one_true_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["fault"]["samples"] == [BAD] and found["update"] == UPDATE
 
 
+def test_a_folder_may_be_called_as_an_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny(tmp_path, monkeypatch).rename(tmp_path / "optimizer.lr=0.1")
+    assert program.run(["optimizer.lr=0.1", "update=2"]) == DONE
+    assert "verdict" in capsys.readouterr().out
+
+
 def test_wrong_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -460,6 +499,7 @@ def test_wrong_arguments(
         ("here", "update=0"): "update: '0' is not the number of an update",
         ("here", "update=x"): "update: 'x' is not",
         ("here", "update=31"): "there is no update 31: the run is planned for 30",
+        ("here", "update=9", "until=31"): "until: there is no update 31",
         ("here", "update=9", "until=8"): "until: 8 is before update 9",
         ("here", "update=9", "json=maybe"): "json: 'maybe' is not true or false",
         ("here", "update=9", "to=no/where"): "to: there is no folder no",
