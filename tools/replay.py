@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.tools.replay_report import report
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
     from phaseloop.tools.replay_found import Replay
     from phaseloop.tools.replay_run import Make
+
+__all__ = ["replay", "report"]
 
 log = logging.getLogger("phaseloop")
 
@@ -82,7 +85,7 @@ def _run(words: Sequence[str]) -> int:
     text = json.dumps(found.plain(), indent=1)
     if to is not None:
         to.write_text(text + "\n")
-    print(text if as_json else found.text())
+    print(text if as_json else report(found))
     return DONE
 
 

@@ -185,12 +185,6 @@ class Replay:
         found: dict[str, Any] = _plain(dataclasses.asdict(self))
         return found
 
-    def text(self) -> str:
-        """The report."""
-        from phaseloop.tools.replay_report import report
-
-        return report(self)
-
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):

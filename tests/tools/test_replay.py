@@ -30,7 +30,7 @@ from phaseloop import (
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.tools import replay as program
-from phaseloop.tools.replay import replay
+from phaseloop.tools.replay import replay, report
 from phaseloop.tools.replay_found import Replay
 from phaseloop.tools.run import DONE, ERROR, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
@@ -60,7 +60,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Repla
     found = replay(folder)
     assert found.update == UPDATE
     assert found.same_when_watched
-    print(found.text())
+    print(report(found))
     return found
 
 
@@ -133,7 +133,7 @@ def test_a_range_has_a_line_for_each_update(
     assert [(line.update, line.loss) for line in found.lines] == [
         (k, there[k]) for k in (3, 4, 5, 6)
     ]
-    assert "update 6" in found.text() and "finite in all of them" in found.text()
+    assert "update 6" in report(found) and "finite in all of them" in report(found)
 
 
 def test_a_difference_to_the_log_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_an_overflow_that_is_a_skip_is_said(tmp_path: Path) -> None:
     found = replay(folder, 1, make=lambda: half(None))
     assert len(found.skips) == skipped and found.fault is None
     assert found.skips[0].startswith(f"gradients overflowed at loss scale {2.0**20:g}, first in ")
-    assert "goes on" in found.text()
+    assert "goes on" in report(found)
     assert found.batch == (skipped + 1, r1.UPDATES)
 
 
@@ -385,7 +385,7 @@ def test_an_update_after_the_first_bad_one_points_back(
     assert found.fault.before[:2] == ["2.weight", "2.bias"]
     assert "the optimizer's momentum_buffer of 2.bias" in found.fault.before
     assert found.fault.parameter in found.fault.before
-    assert f"update={UPDATE}" in found.text()
+    assert f"update={UPDATE}" in report(found)
     ranged = replay(folder, 1, until=UPDATE + 2)
     assert ranged.update == UPDATE and len(ranged.lines) == UPDATE + 2
     assert ranged.fault is not None and ranged.fault.samples == [BAD]
@@ -399,7 +399,7 @@ def test_infinities_that_do_no_harm_are_no_fault(
     found = replay(folder, UPDATE)
     assert found.fault is None
     assert found.harmless is not None and found.harmless.operation == "aten.log.default"
-    assert "without harm" in found.text()
+    assert "without harm" in report(found)
 
 
 def test_a_skipped_window_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +440,7 @@ def test_a_range_ends_at_an_error_and_looks_at_it(
     assert train_here(["config=tiny", "hooks.tiny_fault={}", "run.dir=here"]) == ERROR
     found = replay("here", 1, until=5)
     assert [line.update for line in found.lines] == [1, 2]
-    assert found.update == 3 and "planted fault" in found.text()
+    assert found.update == 3 and "planted fault" in report(found)
 
 
 def test_a_compiled_model_is_watched_as_it_is_written(
