@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phaseloop.engine import rng
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_found import Fault, Line, Replay, Sample
+from phaseloop.tools.replay_found import Event, Fault, Line, Replay, Sample
 from phaseloop.tools.replay_report import told
 from phaseloop.tools.replay_run import Follower, Make
 from phaseloop.tools.replay_samples import alone
@@ -47,7 +47,7 @@ class Looker(Follower):
         self.skipped: Line | None = None
         self.gradients: dict[str, float] = {}
         self.parameters: dict[str, tuple[float, float]] = {}
-        self._losses: list[tuple[int, Tensor]] = []
+        self._losses: list[tuple[int, Tensor, list[Event]]] = []
         self._state: dict[str, Any] = {}
         self._found = False
         self._attached = contextlib.ExitStack()
@@ -83,7 +83,8 @@ class Looker(Follower):
     def on_loss_and_meter(self, task: Task) -> None:
         if self.watch is not None and self._looks and task.loss is not None and task.train:
             self.watch.note(task.batch)
-            self._losses.append((self.watch.number, task.loss.detach()))
+            loss = task.loss.detach()
+            self._losses.append((self.watch.number, loss, self.watch.chain(loss)))
 
     def on_gradients(self, task: Task) -> None:
         with _disable_current_modes():  # what is measured here is no part of the update
@@ -97,8 +98,7 @@ class Looker(Follower):
                 if parameter.grad is not None:
                     name, norm = names[id(parameter)], _norm(parameter.grad)
                     self.gradients[name] = norm
-                    if not math.isfinite(norm) and not bool(parameter.grad.isfinite().all()):
-                        self.watch.gradients.setdefault(name, self.watch.number)
+                    self.watch.note_gradient(name, parameter.grad)
 
     def on_step(self, task: Task) -> None:
         closes = task.train and task.accumulator.closed
@@ -141,7 +141,7 @@ class Looker(Follower):
 
     def bad_losses(self) -> list[int]:
         """Numbers of the micro-batches whose loss was not finite."""
-        bad = [n for n, loss in self._losses if not bool(torch.isfinite(loss).all())]
+        bad = [n for n, loss, _ in self._losses if not bool(torch.isfinite(loss).all())]
         return list(dict.fromkeys(bad))
 
     def tell(self, replay: Replay) -> None:
@@ -166,24 +166,36 @@ class Looker(Follower):
         what = self._what(losses, weights, error)
         if not what:
             return None
-        number = losses[0] if losses else next(iter(watch.gradients.values()), 0)
-        events = [e for e in watch.events if not number or e.micro_batch == number]
-        events = events or watch.events
-        if not number and events:
-            number = events[0].micro_batch
+        number, chain = self._chain(weights)
+        if not chain and error:
+            chain = watch.events[:3]
+        if not number and chain:
+            number = chain[0].micro_batch
         fault = Fault(
             what=what,
-            first=events[0] if events else None,
-            then=events[1:3],
+            first=chain[0] if chain else None,
+            then=chain[1:],
             micro_batch=number,
             data=[bad for bad in watch.data if bad.micro_batch == number],
-            before=watch.before,
+            before=watch.places.before,
             gradients=list(watch.gradients),
             weights=weights,
         )
         fault.parameter = _parameter(fault)
         fault.samples, fault.samples_are = self._samples(fault)
         return fault
+
+    def _chain(self, weights: list[str]) -> tuple[int, list[Event]]:
+        """Micro-batch and events of the first loss, gradient or weight that was not finite."""
+        watch, task = self.watch, self.task
+        assert watch is not None and task is not None
+        for number, loss, chain in self._losses:
+            if not bool(torch.isfinite(loss).all()):
+                return number, chain
+        for number, chain in watch.gradients.values():
+            return number, chain
+        parameters = dict(task.bare_model.named_parameters())
+        return 0, watch.chain(parameters[weights[0]].detach()) if weights else []
 
     def _what(self, losses: list[int], weights: list[str], error: str) -> list[str]:
         watch = self.watch
@@ -198,7 +210,7 @@ class Looker(Follower):
             what.append(f"the gradient{'s' * (count > 1)} of {count} parameter{'s' * (count > 1)}")
         if weights:
             what.append(f"{len(weights)} parameter{'s' * (len(weights) > 1)} after the update")
-        if watch.before:
+        if watch.places.before:
             what.append("the training before the update")
         if error and watch.events and not what:
             what.append("a result, and then an error")

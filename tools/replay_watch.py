@@ -23,18 +23,18 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.task import Task
 from phaseloop.tools.replay_found import BadData, Event
 from phaseloop.tools.replay_measure import Clock
+from phaseloop.tools.replay_places import Places
 from phaseloop.tools.replay_samples import bad_data, ids, roots
 from phaseloop.tools.replay_values import (
     bad_rows,
     count_bad,
     line_of,
-    place_of,
     shapes_of,
     state_of,
     tensors_of,
 )
 
-_KEPT = 8  # events of one update: what comes later has them as its cause
+_KEPT = 256  # events of one update; more come from a model that does not mind infinities
 
 # What these give is memory as it was found.
 _UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
@@ -53,9 +53,9 @@ class Watch:
         events: operations that made something that is not finite, in order.
         batches: the micro-batches of the update, in order.
         data: what of them is not finite.
-        before: what of the model and the optimizers was not finite at the beginning.
+        places: what is known of the memory.
         gradients: parameters whose gradients were not finite, in the order they came, each with
-            the number of the micro-batch.
+            the number of the micro-batch and what made it so.
     """
 
     def __init__(self, task: Task, clock: Clock) -> None:
@@ -64,15 +64,13 @@ class Watch:
         self.events: list[Event] = []
         self.batches: list[Batch] = []
         self.data: list[BadData] = []
-        self.gradients: dict[str, int] = {}
+        self.gradients: dict[str, tuple[int, list[Event]]] = {}
         self._batch: Batch | None = None
         self._modules: list[tuple[str, str]] = []
         # The numbers that autograd gave its nodes while a module was at work, innermost first.
         self._nodes: list[tuple[int, int, tuple[str, str]]] = []
-        self._names: dict[int, str] = {}
-        self._sources: dict[int, str] = {}
-        self._held: list[Tensor] = []  # so that no other tensor gets their memory
-        self.before = list(self._find_state())
+        self._causes: list[int | None] = []  # of each event, the one before it, if it has one
+        self.places = Places(task)
 
     # --- around the update ---
 
@@ -109,7 +107,7 @@ class Watch:
             with _disable_current_modes():
                 for bad, tensor in bad_data(self._task, batch, len(self.batches)):
                     self.data.append(bad)
-                    self._add_source(tensor, f"the data ({bad.path})")
+                    self.places.add_source(tensor, f"the data ({bad.path})")
 
     # --- listening ---
 
@@ -123,6 +121,8 @@ class Watch:
             entered.append(torch.autograd._get_sequence_nr())
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not entered:  # the module was not begun
+                return
             first = entered.pop()
             last = torch.autograd._get_sequence_nr()
             self._nodes.append((first, last, label))
@@ -138,22 +138,24 @@ class Watch:
             undo.callback(handle.remove)
 
     def _check_module(self, args: Any, kwargs: Any, output: Any) -> None:
-        """For what is computed outside torch, or compiled."""
-        if self.events:
-            return
+        """For what is computed outside torch."""
         given = [state_of(t) for t in tensors_of((args, kwargs))]
-        gave = [t for t in tensors_of(output) if any(state_of(t))]
+        gave = [t for t in tensors_of(output) if any(state_of(t)) and not self.places.is_known(t)]
         if gave and not any(nan or inf for nan, inf in given):
-            self._add_event("made", "", gave, [], "")
+            self.places.set_origin(gave, self._add_event("made", "", gave, [], ""))
 
     def _gradient_hook(self, name: str) -> Any:
         def look(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            with _disable_current_modes():
-                if gradient is not None and any(state_of(gradient)):
-                    self.gradients.setdefault(name, self.number)
+            if parameter.grad is not None:
+                self.note_gradient(name, parameter.grad)
 
         return look
+
+    def note_gradient(self, name: str, gradient: Tensor) -> None:
+        """A parameter has got a gradient."""
+        with _disable_current_modes():
+            if name not in self.gradients and any(state_of(gradient)):
+                self.gradients[name] = self.number, self.chain(gradient)
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation, and judge it."""
@@ -164,17 +166,22 @@ class Watch:
         leaves = pytree.tree_leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         states = [state_of(tensor) for tensor in given]
+        cause = self.places.origin_of(given) if any(map(any, states)) else None
         shapes = shapes_of(given)
         out = func(*args, **kwargs)
         gave = tensors_of(out)
         if name in _COPIES:
-            self._follow(given, gave)
+            self.places.follow(given, gave)
         # An operation that changes a tensor in place need not return it.
         changed = gave or (tensors_of(args[:1]) if args else [])
         bad = [tensor for tensor in changed if any(state_of(tensor))]
-        constant = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
-        if bad and not constant and not func.is_view and name not in _COPIES:
-            self._judge(str(func), given, states, bad, f"{shapes} -> {shapes_of(changed)}")
+        if bad and not func.is_view:
+            on_purpose = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
+            event = cause
+            if not on_purpose and name not in _COPIES:
+                told = f"{shapes} -> {shapes_of(changed)}"
+                event = self._judge(str(func), given, states, bad, told, cause)
+            self.places.set_origin(bad, event)
         return out
 
     def _judge(
@@ -184,21 +191,27 @@ class Watch:
         states: list[tuple[bool, bool]],
         bad: list[Tensor],
         shapes: str,
-    ) -> None:
+        cause: int | None,
+    ) -> int | None:
+        """The event that ``bad`` comes from: this operation, or an earlier one."""
         nan = any(state[0] for state in states)
         inf = any(state[1] for state in states)
-        read = [
-            source
+        sources = [
+            self.places.source_of(tensor)
             for tensor, state in zip(given, states, strict=True)
-            if any(state) and (source := self._sources.get(place_of(tensor)))
+            if any(state)
         ]
-        if read:
-            if all(source != event.source for source in read for event in self.events):
-                self._add_event("read", operation, bad, given, shapes, read[0])
-        elif not nan and not inf:
-            self._add_event("made", operation, bad, given, shapes)
-        elif not nan and any(state_of(tensor)[0] for tensor in bad):
-            self._add_event("nan", operation, bad, given, shapes)
+        if read := next(filter(None, sources), ""):
+            known = (n for n, event in enumerate(self.events) if event.source == read)
+            number = next(known, None)
+            if number is None:
+                number = self._add_event("read", operation, bad, given, shapes, read)
+            return number
+        if not nan and not inf:
+            return self._add_event("made", operation, bad, given, shapes)
+        if not nan and any(state_of(tensor)[0] for tensor in bad):
+            return self._add_event("nan", operation, bad, given, shapes, cause=cause)
+        return cause
 
     def _add_event(
         self,
@@ -208,7 +221,8 @@ class Watch:
         given: list[Tensor],
         shapes: str,
         source: str = "",
-    ) -> None:
+        cause: int | None = None,
+    ) -> int:
         stage, module, line = self._clock.stage, self._modules[-1] if self._modules else None, ""
         node = torch._C._current_autograd_node()
         if node is not None:
@@ -217,7 +231,6 @@ class Watch:
             line = line_of(_metadata(node).get("traceback_") or [])
         elif stage != "update":
             line = line_of(traceback.format_list(traceback.extract_stack()))
-        touched = [self._names.get(place_of(t), "") for t in (*bad, *given)]
         self.events.append(
             Event(
                 kind=kind,
@@ -227,13 +240,15 @@ class Watch:
                 operation=operation,
                 shapes=shapes,
                 result=count_bad(bad),
-                parameters=list(dict.fromkeys(filter(None, touched))),
+                parameters=self.places.names_of([*bad, *given]),
                 source=source,
                 line=line,
                 micro_batch=self.number,
                 rows=bad_rows(bad[0], self._batch),
             )
         )
+        self._causes.append(cause)
+        return len(self.events) - 1
 
     @property
     def number(self) -> int:
@@ -247,45 +262,15 @@ class Watch:
                 return label
         return None
 
-    # --- what things are called ---
-
-    def _find_state(self) -> Iterator[str]:
-        """Learn the names of parameters, buffers and states; those that are not finite."""
-        task = self._task
-        for prefix, root in roots(task).items():
-            for name, parameter in root.named_parameters():
-                self._names[place_of(parameter)] = prefix + name
-                if any(state_of(parameter)):
-                    self._add_source(parameter, f"parameter {prefix}{name}")
-                    yield prefix + name
-            for name, buffer in root.named_buffers():
-                # Infinities in a buffer are a mask, as a rule.
-                if state_of(buffer)[0]:
-                    self._add_source(buffer, f"buffer {prefix}{name}")
-                    yield f"buffer {prefix}{name}"
-        names = task.parameter_names()
-        for optimizer in task.optimizers.values():
-            for moved, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and any(state_of(value)):
-                        label = f"the optimizer's {key} of {names.get(id(moved), '?')}"
-                        self._add_source(value, label)
-                        yield label
-
-    def _add_source(self, tensor: Tensor, name: str) -> None:
-        self._sources[place_of(tensor)] = name
-        self._held.append(tensor)
-
-    def _follow(self, given: list[Tensor], gave: list[Tensor]) -> None:
-        """A copy is called what it is a copy of."""
-        if given and gave:
-            here, there = place_of(given[0]), place_of(gave[0])
-            if here == there or not (here in self._names or here in self._sources):
-                return
-            self._held.append(gave[0])
-            for table in (self._names, self._sources):
-                if here in table:
-                    table[there] = table[here]
+    def chain(self, tensor: Tensor) -> list[Event]:
+        """The events that made ``tensor`` not finite, the first of all first."""
+        with _disable_current_modes():
+            number = self.places.origin_of([tensor])
+        found: list[Event] = []
+        while number is not None:
+            found.insert(0, self.events[number])
+            number = self._causes[number]
+        return found
 
     def samples(self, number: int, rows: list[int] | None = None) -> list[int | str]:
         """Samples of a micro-batch, by its number from 1."""

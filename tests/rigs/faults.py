@@ -45,6 +45,7 @@ class FaultData(Dataset):
 
     Args:
         zeros: samples whose numbers are all 0.
+        large: samples whose numbers are all 10.
         infinite: samples whose third number is infinite.
         negative: samples whose target is -1.
     """
@@ -52,12 +53,14 @@ class FaultData(Dataset):
     def __init__(
         self,
         zeros: list[int] | None = None,
+        large: list[int] | None = None,
         infinite: list[int] | None = None,
         negative: list[int] | None = None,
     ) -> None:
         self.x = torch.rand(SAMPLES, 4, generator=torch.Generator().manual_seed(0)) + 0.1
         self.y = torch.ones(SAMPLES)
         self.x[zeros or []] = 0.0
+        self.x[large or []] = 10.0
         for index in infinite or []:
             self.x[index, 2] = float("inf")
         self.y[negative or []] = -1.0
@@ -74,6 +77,14 @@ class Share(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.sum(1, keepdim=True)
+
+
+class Exponential(nn.Module):
+    """The softmax of 50 x as nobody should write it: infinity / infinity for a large sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers = (50 * x).exp()
+        return powers / powers.sum(1, keepdim=True)
 
 
 class Length(nn.Module):
@@ -102,11 +113,17 @@ class FaultModel(nn.Sequential):
     """One of the modules above, dropout, a linear layer.
 
     Args:
-        kind: ``none``, ``share``, ``length`` or ``masked``.
+        kind: ``none``, ``share``, ``exponential``, ``length`` or ``masked``.
     """
 
     def __init__(self, kind: str = "none") -> None:
-        kinds = {"none": nn.Identity, "share": Share, "length": Length, "masked": Masked}
+        kinds = {
+            "none": nn.Identity,
+            "share": Share,
+            "exponential": Exponential,
+            "length": Length,
+            "masked": Masked,
+        }
         super().__init__(kinds[kind](), nn.Dropout(0.1), nn.Linear(4, 1))
 
 

@@ -333,6 +333,27 @@ def test_a_module_that_divides_zero_by_zero(
     assert sorted(found.fault.weights) == ["2.bias", "2.weight"]
 
 
+def test_a_nan_out_of_infinities_goes_back_to_what_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exp(500) is infinite in float32, whose largest number is about exp(88)."""
+    found = fault(tmp_path, monkeypatch, *bad("large", "exponential"))
+    assert found.fault is not None and found.fault.first is not None
+    first, then = found.fault.first, found.fault.then
+    assert (first.operation, first.result) == ("aten.exp.default", "4 infinite of 16 elements")
+    assert [(event.operation, event.kind) for event in then] == [("aten.div.Tensor", "nan")]
+    assert found.fault.samples == [BAD]
+
+
+def test_infinities_that_do_no_harm_do_not_hide_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*bad("zeros", "masked"), f"data.train.dataset.negative=[{BAD}]"]
+    found = fault(tmp_path, monkeypatch, *words)
+    assert found.fault is not None and found.fault.first is not None
+    assert found.fault.first.place == "the criterion" and found.fault.then == []
+
+
 def test_a_logarithm_in_the_criterion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fault(tmp_path, monkeypatch, *bad("negative"))
     assert found.fault is not None and found.fault.first is not None
