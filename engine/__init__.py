@@ -31,11 +31,10 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.lars import LARS
-    from phaseloop.engine.loss_scale import LossScale
     from phaseloop.engine.meters import Accuracy, Mean, Meter
     from phaseloop.engine.model_options import Compile, ModelOptions
-    from phaseloop.engine.parameter_groups import GroupRules, LayerDecay, parameter_groups
     from phaseloop.engine.phases import Phase, Phases
     from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
         register_train_step,
     )
     from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
-    from phaseloop.engine.settings import Debug, Gradients, Run
+    from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
     from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome, Trainer
@@ -73,10 +72,9 @@ _PLACES = {
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
-    "loss_scale": ["LossScale"],
     "meters": ["Accuracy", "Mean", "Meter"],
     "lars": ["LARS"],
-    "parameter_groups": ["GroupRules", "LayerDecay", "parameter_groups"],
+    "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
     "model_options": ["Compile", "ModelOptions"],
     "phases": ["Phase", "Phases"],
     "precision": ["Precision"],
@@ -97,7 +95,7 @@ _PLACES = {
         "register_train_step",
     ],
     "schedules": ["ScaleWithBatch", "Schedule", "TorchSchedule", "Warmup"],
-    "settings": ["Debug", "Gradients", "Run"],
+    "settings": ["Debug", "Gradients", "LossScale", "Run"],
     "stages": ["Stage"],
     "task": ["Task"],
     "trainer": ["Outcome", "Trainer"],

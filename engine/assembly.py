@@ -34,7 +34,7 @@ def check(task: Task) -> None:
     _check_types(task)
     task.debug.check()
     for number, stage in enumerate(task.whole_phases):
-        stage.check(f"phases.{number}" if len(task.whole_phases) > 1 else "phases")
+        stage.check(stage.key(number) if len(task.whole_phases) > 1 else "phases")
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
     task.run.check()
@@ -132,6 +132,7 @@ def build(task: Task) -> None:
     task.accumulator = Accumulator(task.backend.world_size)
     _make_loaders(task)
     task.stages.enter()
+    task.stages.check()
     for step, _ in task.stages.steps:
         if callable(check_step := getattr(step, "check", None)):
             check_step(task)  # what it needs of the task is missed now, and not at its first call

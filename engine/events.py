@@ -46,6 +46,9 @@ class Hook:
     shapes_tests: ClassVar[bool] = False
     """It decides what a test phase tests, such as averaged weights: it is on with only=test too."""
 
+    reads_training_data: ClassVar[bool] = False
+    """It reads training data for a test phase: only=test then opens the training data too."""
+
     saves: ClassVar[bool] = False
     """It writes checkpoints, and so may stand at ``Order.CHECKPOINT``."""
 

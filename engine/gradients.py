@@ -121,6 +121,7 @@ def _unscale(task: Task) -> tuple[str, ...]:
     else:
         for name in overflowed:
             task.note_skip(reason, name)
+            clear(task.parameters_of[name])  # hooks see what is used
     return overflowed
 
 

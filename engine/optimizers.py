@@ -60,21 +60,34 @@ def plan_rates(task: Task, plan: PhasePlan, given: Any, data: Data | None) -> No
         given: one schedule, several, or a mapping by optimizer.
         data: the training data, whose batch size a schedule may follow.
     """
-    names, updates = list(task.optimizers), plan.updates
     _give_back_options(task)
-    for name in names:
-        moves = max(updates // task.every[name], min(updates, 1))
-        endless = plan.trains and not updates
-        schedules = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
-        for schedule in schedules:
-            if isinstance(schedule, Schedule):
-                if endless:
-                    schedule.check_endless()
-                schedule.plan(moves, plan.epochs)
-            if schedule.scale_with_batch is not None:
-                _check_one_size(data, schedule.key)
+    for name, schedules in planned_schedules(task, plan, given, data).items():
         task.rates[name] = Rates(task.optimizers[name], schedules, _batch_size(data))
     task.unset_rates = bool(all_schedules(given))
+
+
+def planned_schedules(
+    task: Task, plan: PhasePlan, given: Any, data: Data | None
+) -> dict[str, list[Schedule | TorchSchedule]]:
+    """Each optimizer's own copies of its schedules; arguments as for :func:`plan_rates`.
+
+    Raises:
+        ConfigError: one does not fit into the plan.
+    """
+    names, updates = list(task.optimizers), plan.updates
+    found: dict[str, list[Schedule | TorchSchedule]] = {}
+    for name in names:
+        moves = max(updates // task.every[name], min(updates, 1))
+        found[name] = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
+        for schedule in found[name]:
+            if isinstance(schedule, Schedule):
+                if plan.trains and not updates:
+                    schedule.check_endless()
+                calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
+                schedule.plan(moves, plan.epochs, calendar)
+            if schedule.scale_with_batch is not None:
+                _check_one_size(data, schedule.key)
+    return found
 
 
 def _give_back_options(task: Task) -> None:
@@ -93,6 +106,20 @@ def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in options.items()
         if key != "params"
     }
+
+
+class _Calendar:
+    """Epochs in the updates of one optimizer, and the reverse."""
+
+    def __init__(self, plan: PhasePlan, every: int) -> None:
+        self._plan = plan
+        self._every = every
+
+    def updates_at(self, epochs: float) -> float:
+        return self._plan.updates_at(epochs) / self._every
+
+    def epochs_at(self, updates: float) -> float:
+        return self._plan.epochs_at(updates * self._every)
 
 
 def all_schedules(given: Any) -> list[Any]:

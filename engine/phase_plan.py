@@ -54,6 +54,21 @@ class EpochLengths:
         step = max(0, bisect_right(self._firsts, epoch) - 1)
         return self._before[step] + (epoch - self._firsts[step]) * self._lengths[step]
 
+    @property
+    def even(self) -> bool:
+        """All epochs are equally long."""
+        return len(set(self._lengths)) == 1
+
+    def updates_at(self, epochs: float) -> float:
+        """Batches in so many epochs, the last of which may be a part of one."""
+        whole = int(epochs)
+        return self.before(whole + 1) + (epochs - whole) * self.of(whole + 1)
+
+    def epochs_at(self, windows: float) -> float:
+        """The reverse of :meth:`updates_at`."""
+        epochs, rest = self.split(int(windows))
+        return epochs + (rest + windows - int(windows)) / self.of(epochs + 1)
+
     def split(self, windows: int) -> tuple[int, int]:
         """So many batches as whole epochs, and batches of the next one."""
         step = bisect_right(self._before, windows) - 1
@@ -89,6 +104,7 @@ class PhasePlan:
         self.trains = self.lengths.of(1) > 0
         self.test_sets = list(test_sets)
         self.origin = origin
+        self._before = self.lengths.before(origin.epochs + 1)
         self._time = _seconds(phases.time)
         self._test_time = _seconds(phases.test_every_time)
         self.keeps_time = self._time is not None or self._test_time is not None
@@ -126,16 +142,24 @@ class PhasePlan:
         """So many updates of the run, in epochs of the stage; a fraction in mid-epoch."""
         return self._epochs_of(updates - self.origin.updates)
 
+    def updates_at(self, epochs: float) -> float:
+        """Updates in so many epochs of the stage."""
+        return self.lengths.updates_at(self.origin.epochs + epochs) - self._before
+
+    def epochs_at(self, updates: float) -> float:
+        """The reverse of :meth:`updates_at`."""
+        return self.lengths.epochs_at(self._before + updates) - self.origin.epochs
+
     def _epochs_of(self, updates: int) -> float:
         if not self.trains:
             return 0.0
-        before = self.lengths.before(self.origin.epochs + 1)
-        epochs, rest = self.lengths.split(before + updates)
+        epochs, rest = self.lengths.split(self._before + updates)
         length = self.lengths.of(epochs + 1)
+        # Not epochs + rest / length: one division is right to the last bit.
         return ((epochs - self.origin.epochs) * length + rest) / length
 
     def _windows_before(self, epoch: int) -> int:
-        return self.lengths.before(epoch) - self.lengths.before(self.origin.epochs + 1)
+        return self.lengths.before(epoch) - self._before
 
     # --- where the run stands in it ---
 

@@ -16,7 +16,7 @@ def length(plan: PhasePlan) -> str:
     """``230 updates in 10 epochs of 23``, ``1h 30m``, or both where both are a length."""
     parts = []
     if plan.updates:
-        epochs = f"{plan.epochs:g} epoch{'' if plan.epochs == 1 else 's'}"
+        epochs = f"{plan.epochs:.4g} epoch{'' if plan.epochs == 1 else 's'}"
         windows = by_epoch(plan.lengths.steps)
         parts.append(f"{counted(plan.updates, 'update')} in {epochs} of {windows}")
     if plan.phases.time is not None:

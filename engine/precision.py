@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from phaseloop.engine.data.transfer import to_double
 from phaseloop.engine.errors import ConfigError
-from phaseloop.engine.loss_scale import LossScale, Scaler
+from phaseloop.engine.loss_scale import Scaler
+from phaseloop.engine.settings import LossScale
 
 ALLOWED = ("float32", "bfloat16", "float16", "float64")
 

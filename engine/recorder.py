@@ -63,6 +63,7 @@ class Recorder:
         self.every = every
         self.due = False
         self.events: list[dict[str, Any]] = []
+        self._later: list[dict[str, Any]] = []
         self._series: dict[str, _Series] = {}
         self._gauges: dict[str, float] = {}
         self._row: dict[str, Any] | None = None
@@ -93,14 +94,18 @@ class Recorder:
         """Note something that happened, to be written as a line of its own."""
         self.events.append({"event": kind, **fields})
 
+    def later(self, kind: str, **fields: Any) -> None:
+        """The same for something that happens between two steps: it belongs to the next one."""
+        self._later.append({"event": kind, **fields})
+
     def begin_step(self) -> None:
         """Forget the row and the events of the step before."""
         if self.due:
             self._series.clear()
             self._row = None
             self.due = False
-        if self.events:
-            self.events = []
+        if self.events or self._later:
+            self.events, self._later = self._later, []
 
     def tick(self, updates: int) -> None:
         """Called when update number ``updates`` is counted."""

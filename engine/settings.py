@@ -85,3 +85,38 @@ class Debug:
                 raise ConfigError(f"{key}.{name}", f"{value} is less than 1")
         if self.fast is not None and self.overfit is not None:
             raise ConfigError(f"{key}.overfit", "give fast or overfit, not both")
+
+
+@dataclass
+class LossScale:
+    """How the scale begins and moves.
+
+    Args:
+        initial: scale of the first update.
+        growth_interval: updates without overflow until it is multiplied by ``growth``.
+        growth: more than 1.
+        backoff: what it is multiplied by after an overflow; between 0 and 1.
+    """
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+
+    def check(self, key: str) -> None:
+        """Raises ConfigError for a number out of range."""
+        wrong = {
+            "initial": not self.initial > 0,
+            "growth_interval": self.growth_interval < 1,
+            "growth": not self.growth > 1,
+            "backoff": not 0 < self.backoff < 1,
+        }
+        limits = {
+            "initial": "more than 0",
+            "growth_interval": "at least 1",
+            "growth": "more than 1",
+            "backoff": "between 0 and 1",
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(f"{key}.{name}", f"{getattr(self, name)} is not {limits[name]}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine import optimizers
 from phaseloop.engine.errors import ConfigError, listing, nearest
+from phaseloop.engine.freezing import Matched
 from phaseloop.engine.phase_plan import Origin, PhasePlan
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.step_facts import Step, StepFacts, resolve_step
@@ -50,6 +51,10 @@ class Stage(Phases):
     schedule: Any = None
     freeze: Sequence[str] = ()
 
+    def key(self, number: int) -> str:
+        """Where the stage stands in the configuration."""
+        return f"phases.{self.name or number}"
+
     def check(self, key: str = "phases") -> None:
         """Raises ConfigError for a number out of range; see :meth:`Phases.check`."""
         super().check(key)
@@ -73,7 +78,7 @@ def stages_of(phases: Phases | Sequence[Stage]) -> list[Stage]:
             raise ConfigError(
                 f"phases.{number}", f"a {type(stage).__name__} was given where a Stage is due"
             )
-        stage.check(f"phases.{number}" if len(given) > 1 else "phases")
+        stage.check(stage.key(number) if len(given) > 1 else "phases")
     names = [stage.name for stage in given]
     if len(given) > 1 and (len(set(names)) < len(names) or not all(names)):
         raise ConfigError("phases", f"give every stage a name of its own; got {names}")
@@ -120,7 +125,7 @@ class Stages:
     def label(self, number: int) -> str:
         """What a stage is called, and which time of several it is."""
         stage = self.given[number]
-        times = self.given[: number + 1].count(stage)
+        times = sum(other.name == stage.name for other in self.given[: number + 1])
         return f"{stage.name} {times}/{stage.repeat}" if stage.repeat > 1 else stage.name
 
     def enter(self) -> None:
@@ -136,14 +141,29 @@ class Stages:
         origin = Origin(progress.stage_epochs, progress.stage_updates, progress.stage_seconds)
         task.plan = self.plan(number, origin)
         task.freezing.release(OWNER)
-        if stage.freeze:
-            key = f"phases.{stage.name}.freeze" if stage.name else "phases.freeze"
-            matched = task.freezing.match(stage.freeze, key)
-            task.freezing.check_left(task.trainable, matched, key)
+        if stage.freeze and task.optimizers:
+            matched = self._frozen(stage)
+            task.freezing.check_left(task.trainable, matched, f"phases.{stage.name}.freeze")
             task.freezing.hold(OWNER, matched)
-        schedule = task.schedules if stage.schedule is None else stage.schedule
         whole = task.plan if task.debug.fast is None else self._whole_plan(number, origin)
-        optimizers.plan_rates(task, whole, schedule, self.data(stage))
+        optimizers.plan_rates(task, whole, self._schedule(stage), self.data(stage))
+
+    def check(self) -> None:
+        """What a later stage would stumble over is said at the start.
+
+        Raises:
+            ConfigError: a schedule does not fit into a stage, or a pattern matches nothing.
+        """
+        for number, (stage, plan) in enumerate(zip(self.given, self.plans(), strict=True)):
+            self._frozen(stage)
+            whole = plan if self._task.debug.fast is None else self._whole_plan(number, plan.origin)
+            optimizers.planned_schedules(self._task, whole, self._schedule(stage), self.data(stage))
+
+    def _frozen(self, stage: Stage) -> Matched:
+        return self._task.freezing.match(stage.freeze, f"phases.{stage.name}.freeze")
+
+    def _schedule(self, stage: Stage) -> Any:
+        return self._task.schedules if stage.schedule is None else stage.schedule
 
     def go_on(self) -> bool:
         """Enter the next stage; False: there is none."""

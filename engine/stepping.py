@@ -299,9 +299,14 @@ class Stepping(Walk):
             )
 
     def due(self, optimizer: str) -> bool:
-        """Whether an optimizer steps in this window: at every n-th, counted over the run."""
+        """Whether an optimizer steps in this window: at every n-th, counted over the run.
+
+        One whose parameters are all frozen does not.
+        """
         progress = self.progress
-        return (progress.updates + progress.skipped + 1) % self.every[optimizer] == 0
+        if (progress.updates + progress.skipped + 1) % self.every[optimizer]:
+            return False
+        return any(p.requires_grad for p in self.parameters_of[optimizer])
 
     @contextmanager
     def only(self, *names: str) -> Iterator[None]:

@@ -162,7 +162,7 @@ class Task(Stepping):
 
         False also where the run was started from another run's checkpoint.
         """
-        if self.folder is None or not self.resumed:
+        if self.folder is None or not self.resumed_from:
             return False
         return Path(self.resumed_from).resolve().parent == self.folder.checkpoints.resolve()
 

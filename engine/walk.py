@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.rolling_back import roll_back
 from phaseloop.engine.signals import Interrupted, Signals
 from phaseloop.engine.swapping import Swapping
 
@@ -97,6 +98,7 @@ class Walk:
         self._skips: list[dict[str, str]] = []
         self._last_skip = ""
         self._clock: float | None = None
+        self._roll_back: tuple[str, int] | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -161,6 +163,16 @@ class Walk:
             log.info("a stop was asked for before phases.min_epochs and min_updates: %s", reason)
         elif not self.stop_reason:
             self.stop_reason = reason
+
+    def roll_back(self, reason: str, most: int) -> None:
+        """In ``on_gradients``: leave this update out, and go on from the last checkpoint.
+
+        Args:
+            reason: what has gone wrong.
+            most: roll-backs that the run may make before it is an error.
+        """
+        self.skip_reason = reason
+        self._roll_back = (reason, most)
 
     def end_phase(self, reason: str) -> None:
         """End the phase at hand at the next border: the rest of its data is left out.
@@ -276,6 +288,10 @@ class Walk:
         return self._fetch()
 
     def _goes_on(self) -> bool:
+        if self._roll_back is not None:
+            asked, self._roll_back = self._roll_back, None
+            roll_back(cast("Task", self), *asked)
+            return False
         phase = self.phase
         if (
             phase.position >= phase.windows

@@ -1,6 +1,7 @@
 """Hook ``average``: averaged weights, kept beside the raw ones and used for testing."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,10 +81,13 @@ class Average(Hook):
         self.samples = 0
         self._task: Task | None = None
         self._pairs: _Pairs | None = None
+        self._moves: Callable[..., None] | None = None
+        self._planned = 0
 
     def on_start(self, task: Task) -> None:
         self._task = task
         self._pairs = None
+        self._planned = task.stages.updates
         if self.test:
             if task.swapping.owner not in ("", self.name):
                 raise ConfigError(
@@ -101,9 +105,10 @@ class Average(Hook):
         if self.test and not task.train:
             task.swapping.put_in(task.averages.get(self.name, {}))
 
-    def on_update(self, task: Task) -> None:
-        every, update = self.every_updates, task.progress.updates + 1
-        if every is not None and update % every == 0 and self._begun(task, update):
+    def on_step(self, task: Task) -> None:
+        # Not at on_update: an update of several optimizers, or of several chunks, has several.
+        every, update = self.every_updates, task.progress.updates
+        if task.updated and every is not None and update % every == 0 and self._begun(task, update):
             self._sample(task)
 
     def on_phase_end(self, task: Task) -> None:
@@ -143,23 +148,29 @@ class Average(Hook):
         if start["start_epochs"] is not None:
             return task.progress.epoch > start["start_epochs"]
         if start["start_fraction"] is not None:
-            return update > start["start_fraction"] * task.plan.updates
+            return update > start["start_fraction"] * self._planned
         return True
 
     def _sample(self, task: Task) -> None:
         averages = task.averages.setdefault(self.name, {})
-        if self._pairs is None:
+        if self._pairs is None or self._pairs.averages is not averages:  # these were restored
             self._pairs = _Pairs(places(task.bare_model), averages, self.buffers == "average")
         if self.samples == 0:
             self._pairs.copy()
-        elif self.kind == "swa":
-            self._pairs.move(get_swa_multi_avg_fn(), self.samples)
         else:
-            decay = self.decay
-            if self.warmup:
-                decay = min(decay, (1 + self.samples) / (10 + self.samples))
-            self._pairs.move(get_ema_multi_avg_fn(decay), self.samples)
+            if self._moves is None or self.warmup:
+                self._moves = self._make_moves()
+            self._pairs.move(self._moves, self.samples)
         self.samples += 1
+
+    def _make_moves(self) -> Callable[..., None]:
+        """torch's function that moves averages; making one costs more than calling it."""
+        if self.kind == "swa":
+            return get_swa_multi_avg_fn()
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.samples) / (10 + self.samples))
+        return get_ema_multi_avg_fn(decay)
 
     def _check(self, decay: float | None) -> None:
         key = "hooks.average"
@@ -189,7 +200,19 @@ class Average(Hook):
 
     def _check_start(self, task: Task) -> None:
         """A start that never comes would be no average, in silence."""
-        length = {"start_updates": float(task.plan.updates), "start_epochs": task.plan.epochs}
+        if task.debug.fast is not None:
+            return
+        plans = [plan for plan in task.stages.plans() if plan.trains]
+        if not all(plan.updates for plan in plans):  # a length in time: nobody knows
+            if self.start["start_fraction"] is not None:
+                raise ConfigError(
+                    f"hooks.{self.name}.start_fraction",
+                    "of a run whose length is a time nobody knows a part; "
+                    "use start_updates or start_epochs",
+                )
+            return
+        length = {"start_updates": float(self._planned),
+                  "start_epochs": sum(plan.epochs for plan in plans)}  # fmt: skip
         for name, planned in length.items():
             start = self.start[name]
             if start is not None and planned and start >= planned:
@@ -211,6 +234,7 @@ class _Pairs:
     def __init__(
         self, there: dict[str, Place], averages: dict[str, Tensor], average_buffers: bool
     ) -> None:
+        self.averages = averages
         self._moved: list[Tensor] = []
         self._copied: list[Tensor] = []
         self._moved_from: list[tuple[dict[str, Any], str]] = []
@@ -240,13 +264,12 @@ class _Pairs:
             if targets:
                 torch._foreach_copy_(targets, [owner[key] for owner, key in sources])
 
-    @torch.no_grad()
-    def move(self, average: Any, samples: int) -> None:
+    def move(self, average: Callable[..., None], samples: int) -> None:
         """One more sample, by a function of ``torch.optim.swa_utils``; what is only copied is."""
         if self._moved:
             values = [owner[key] for owner, key in self._moved_from]
             if self._widened:
-                values = [v.to(a.dtype) for v, a in zip(values, self._moved, strict=True)]
+                values = [v.detach().to(a.dtype) for v, a in zip(values, self._moved, strict=True)]
             average(self._moved, values, samples)
         if self._copied:
             sources = [owner[key] for owner, key in self._copied_from]

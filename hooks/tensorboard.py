@@ -56,7 +56,7 @@ class TensorBoard(Hook):
         # A resume does not write again what the checkpoint counts as written: to the file with it.
         if self._writer is not None:
             self._writer.flush()
-        return {"update": self._update, "scalars": dict(self._scalars)} if self._scalars else {}
+        return {"update": self._update, "scalars": dict(self._scalars)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._update, self._scalars = state["update"], dict(state["scalars"])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import phaseloop.train_steps  # noqa: F401 registers the steps
 from phaseloop.engine.checkpoint import contents, store
-from phaseloop.engine.config.build import Built, build
+from phaseloop.engine.config.build import Built, build, make_hooks
+from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.schema import DataSets, Schema
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.events import Hook
@@ -39,7 +40,7 @@ def run(schema: Schema) -> int:
 def _test(schema: Schema) -> int:
     """Test the weights of a checkpoint of the run; ``test.json`` says what came out."""
     folder = RunFolder(Path(schema.run.dir or "."))
-    built = build(_without_training(schema))
+    built = build(_for_testing(schema))
     if not built.task.test_data:
         raise ConfigError("data.test", "only=test needs test data")
     saved = _weights(schema.weights, folder, built)
@@ -59,14 +60,27 @@ def _test(schema: Schema) -> int:
         "metrics": outcome.final,
     }
     text = json.dumps(result, indent=1)
-    replace_text(folder.path / "test.json", text + "\n")
+    if schema.debug.fast is None:
+        replace_text(folder.path / "test.json", text + "\n")
     print(text)
     return 0
 
 
-def _without_training(schema: Schema) -> Schema:
+def _for_testing(schema: Schema) -> Schema:
+    """Without what belongs to training, unless a hook needs training data to test."""
+    hooks = make_hooks(schema, Components(schema.imports, schema.allow_targets))
+    if any(hook.reads_training_data for hook in hooks.values()):
+        return dataclasses.replace(schema, schedule=None)
+    phases = schema.phases
+    if isinstance(phases, list):
+        phases = [dataclasses.replace(stage, data=None, schedule=None) for stage in phases]
     return dataclasses.replace(
-        schema, data=DataSets(test=schema.data.test), optimizer=None, schedule=None
+        schema,
+        phases=phases,
+        data=DataSets(test=schema.data.test),
+        optimizer=None,
+        optimizers={},
+        schedule=None,
     )
 
 

@@ -17,10 +17,11 @@ _POINTS = 400  # more than a picture has pixels to show
 
 
 def show_plan(built: Built) -> None:
-    """Print phases, sizes, hooks and model; draw the schedules to the run folder's ``plan.png``."""
+    """Print phases, sizes, hooks, model and groups; draw the schedules to ``plan.png``."""
     task = built.task
     task.build()
-    for line in (*_phase_lines(task), "", *_hook_lines(built), "", *summarize_task(task).lines()):
+    model = summarize_task(task).lines()
+    for line in (*_phase_lines(task), "", *_hook_lines(built), "", *model, *_group_lines(task)):
         print(line)
     if task.rates and task.plan.updates:
         print(f"\nschedules   {_draw_schedules(task)}")
@@ -69,27 +70,51 @@ def _hook_lines(built: Built) -> Iterator[str]:
             yield f"  {event:<18} {', '.join(names)}"
 
 
+def _group_lines(task: Task) -> Iterator[str]:
+    """A line for each parameter group, where an optimizer has several."""
+    for name, optimizer in task.optimizers.items():
+        groups = optimizer.param_groups
+        if len(groups) == 1:
+            continue
+        yield ""
+        yield f"{name}, by parameter group" if len(task.optimizers) > 1 else "parameter groups"
+        rows = [["", "parameters", "lr", "weight decay"]]
+        for number, group in enumerate(groups):
+            count = sum(parameter.numel() for parameter in group["params"])
+            options = [group.get(option, "") for option in ("lr", "weight_decay")]
+            shown = [f"{value:.6g}" if value != "" else "" for value in options]
+            rows.append([str(group.get("name", number)), f"{count:,}", *shown])
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for label, *cells in rows:
+            aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            yield f"  {label:<{widths[0]}}  {'  '.join(aligned)}"
+
+
 def _draw_schedules(task: Task) -> Path:
     """A panel for every scheduled option: its value at each update, a line for each group."""
     from matplotlib.figure import Figure
 
     updates, lengths = task.plan.updates, task.plan.lengths
     at = sorted({round(i * (updates - 1) / _POINTS) for i in range(_POINTS + 1)})
-    panels = [
-        (name, rates, schedule)
-        for name, rates in task.rates.items()
-        for schedule in rates.schedules
-    ]
+    panels = [(name, option) for name, rates in task.rates.items() for option in rates.options]
+    values: dict[tuple[str, str, int], list[float]] = {}
+    for k in at:
+        for name, rates in task.rates.items():
+            rates.set(k // task.every[name], lengths.split(k)[0])
+            for option in rates.options:
+                for index, value in rates.values(option):
+                    values.setdefault((name, option, index), []).append(value)
     figure = Figure(figsize=(8, 3 * max(1, len(panels))), layout="constrained")
-    for number, (name, rates, schedule) in enumerate(panels):
+    for number, (name, option) in enumerate(panels):
         axes = figure.add_subplot(len(panels), 1, number + 1)
-        for index, group in enumerate(rates.optimizer.param_groups):
-            base = group[f"base_{schedule.option}"]
-            values = [schedule.value(base, k, lengths.split(k)[0]) for k in at]
-            axes.plot([k + 1 for k in at], values, label=f"group {index}")
-        axes.set(xlabel="update", ylabel=schedule.option, title=name if len(panels) > 1 else "")
+        groups = task.optimizers[name].param_groups
+        for index, group in enumerate(groups):
+            if (name, option, index) in values:
+                label = str(group.get("name", index))
+                axes.plot([k + 1 for k in at], values[name, option, index], label=label)
+        axes.set(xlabel="update", ylabel=option, title=name if len(task.rates) > 1 else "")
         axes.grid(alpha=0.3)
-        if len(rates.optimizer.param_groups) > 1:
+        if 1 < len(groups) <= 12:
             axes.legend()
     folder = task.folder.path if task.folder else Path.cwd()
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,11 @@ from phaseloop.engine import registry
 MAY_CHANGE = (
     "phases.epochs", "phases.updates", "phases.min_epochs", "phases.min_updates",
     "phases.test_every_epochs", "phases.test_every_updates",
+    "phases.time", "phases.test_every_time", "phases.test_at_start",
+    "phases.*.epochs", "phases.*.updates", "phases.*.time",
+    "phases.*.min_epochs", "phases.*.min_updates",
+    "phases.*.test_every_epochs", "phases.*.test_every_updates", "phases.*.test_every_time",
+    "phases.*.test_at_start", "phases.*.test_sets",
     "run", "backend", "launch", "plan", "only", "weights", "debug.fast", "imports", "allow_targets",
     "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
@@ -38,11 +43,21 @@ def _differences(
 ) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys([*before, *now]):
         path = f"{prefix}{key}"
-        old, new = before.get(key, _MISSING), now.get(key, _MISSING)
+        old, new = _by_name(before.get(key, _MISSING)), _by_name(now.get(key, _MISSING))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{path}.")
         elif old is not new and old != new:
             yield path, old, new
+
+
+def _by_name(value: Any) -> Any:
+    """A list of named mappings, such as stages, by their names: so each is compared with itself."""
+    is_named = (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, Mapping) and "name" in item for item in value)
+    )
+    return {str(item["name"]): item for item in value} if is_named else value
 
 
 def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.source import Data
 
 if TYPE_CHECKING:
+    from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -36,16 +37,30 @@ def identity(task: Task) -> dict[str, Any]:
         facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
-        facts["data"] = {
-            "samples": len(data.first),
-            "batch_size": data.batch_size if isinstance(data.batch_size, int) else data.sizes,
-            "shuffle": data.shuffle,
-            "drop_last": data.drop_last,
-            **_draws(data),
-        }
+        facts["data"] = _data(data)
+    if task.stages.several:
+        facts["stages"] = [_stage(task, stage) for stage in task.whole_phases]
     if task.debug.overfit is not None:
         facts["debug"] = {"overfit": task.debug.overfit}
     return facts
+
+
+def _stage(task: Task, stage: Stage) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": stage.name, "repeat": stage.repeat}
+    facts["freeze"] = list(stage.freeze)
+    if stage.train is not None:
+        facts["data"] = _data(stage.train)
+    return facts
+
+
+def _data(data: Data) -> dict[str, Any]:
+    return {
+        "samples": len(data.first),
+        "batch_size": data.batch_size if isinstance(data.batch_size, int) else data.sizes,
+        "shuffle": data.shuffle,
+        "drop_last": data.drop_last,
+        **_draws(data),
+    }
 
 
 def _draws(data: Data) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.errors import CheckpointError, ConfigError
-from phaseloop.engine.optimizers import all_schedules
 from phaseloop.engine.run_folder import STATUS, RunFolder, put_aside
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
     """One warning when schedules are spread over another number of updates than before."""
     before, now = state["planned"], task.stages.updates
-    if before != now and any(schedule.spread for schedule in all_schedules(task.schedules)):
+    if before != now and any(rates.schedules for rates in task.rates.values()):
         log.warning(
             "the run was planned for %d updates and is now for %d: its schedules are spread over "
             "the new total from here on",

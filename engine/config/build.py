@@ -23,11 +23,15 @@ from phaseloop.engine.backends import Backend
 from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
-from phaseloop.engine.config.schema import Component, Schema
+from phaseloop.engine.config.schema import Component, Schema, StageSpec
+from phaseloop.engine.config.several import check_several, make_several
 from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
 from phaseloop.engine.model_options import ModelOptions
+from phaseloop.engine.phases import Phases
+from phaseloop.engine.precision import Precision
+from phaseloop.engine.stages import Stage
 from phaseloop.engine.task import Task
 
 _MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
@@ -65,22 +69,16 @@ def build(schema: Schema) -> Built:
     criterion = _optional(components, schema.criterion, registry.criteria, "criterion")
     task = Task(
         model=model,
-        phases=schema.phases,
+        phases=_phases(schema, components),
         criterion=criterion,
-        optimizer=(
-            None
-            if schema.optimizer is None
-            else make_optimizer(schema.optimizer, components, criterion)
-        ),
+        **_optimizers(schema, components, criterion),
         train=train,
         test=test,
-        schedule=make_schedules(schema.schedule, components, schema.optimizer),
         train_meters=_meters(schema.meters.get("train"), components, "meters.train"),
         test_meters=_test_meters(schema, components),
-        train_step=_train_step(schema, components),
-        gradients=schema.gradients,
+        train_step=_train_step(schema.train_step, components, "train_step"),
         freeze=schema.freeze,
-        precision=schema.precision,
+        precision=_precision(schema),
         model_options=_model_options(schema),
         backend=_backend(backend),
         seed=schema.seed,
@@ -114,13 +112,18 @@ def _check(schema: Schema, components: Components) -> None:
     _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
+    check_several(schema.optimizers, components)
     if schema.optimizer is not None:
         check_optimizer(schema.optimizer, components)
-    elif schema.data.train is not None and schema.only is None:
+    elif schema.train_sets and schema.only is None and not any(schema.optimizers.values()):
         raise ConfigError("optimizer", "training needs one, e.g. optimizer=sgd")
     make_schedules(schema.schedule, components, schema.optimizer)
-    _train_step(schema, components)
-    for key, data in schema.data.by_key.items():
+    _train_step(schema.train_step, components, "train_step")
+    for key, stage in schema.stages.items():
+        make_schedules(stage.schedule, components, schema.optimizer, f"{key}.schedule")
+        if stage.train_step is not None:
+            _train_step(stage.train_step, components, f"{key}.train_step")
+    for key, data in {**schema.data.by_key, **schema.train_sets}.items():
         sets_of.check(data, components, key)
 
 
@@ -129,6 +132,57 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
+
+
+def _phases(schema: Schema, components: Components) -> Phases | list[Stage]:
+    if isinstance(schema.phases, Phases):
+        return schema.phases
+    return [_stage(schema, stage, components, key) for key, stage in schema.stages.items()]
+
+
+def _stage(schema: Schema, spec: StageSpec, components: Components, key: str) -> Stage:
+    lengths = {f.name: getattr(spec, f.name) for f in dataclasses.fields(Phases)}
+    train = None if spec.data is None else spec.data.train
+    step = spec.train_step
+    return Stage(
+        **lengths,
+        name=spec.name,
+        repeat=spec.repeat,
+        train=None if train is None else sets_of.make(train, components, f"{key}.data.train"),
+        test_sets=spec.test_sets,
+        train_step=None if step is None else _train_step(step, components, f"{key}.train_step"),
+        schedule=(
+            None
+            if spec.schedule is None
+            else make_schedules(spec.schedule, components, schema.optimizer, f"{key}.schedule")
+        ),
+        freeze=spec.freeze,
+    )
+
+
+def _optimizers(schema: Schema, components: Components, criterion: Any) -> dict[str, Any]:
+    """What the task is given for one optimizer, or for several."""
+    if any(schema.optimizers.values()):
+        several = make_several(
+            schema.optimizers, components, criterion, schema.schedule, schema.gradients
+        )
+        return {
+            "optimizer": several.make,
+            "every": several.every,
+            "schedule": several.schedule,
+            "gradients": several.gradients,
+        }
+    spec = schema.optimizer
+    return {
+        "optimizer": None if spec is None else make_optimizer(spec, components, criterion),
+        "schedule": make_schedules(schema.schedule, components, spec),
+        "gradients": schema.gradients,
+    }
+
+
+def _precision(schema: Schema) -> str | Precision:
+    given = schema.precision
+    return given if isinstance(given, str) else Precision(given.name, given.loss_scale)
 
 
 def _optional(components: Components, spec: Any, kind: registry.Registry, key: str) -> Any:
@@ -173,18 +227,19 @@ def _model_options(schema: Schema) -> ModelOptions:
     return to_dataclass(ModelOptions, given, "model")
 
 
-def _train_step(schema: Schema, components: Components) -> str | Callable[[Any], None]:
+def _train_step(
+    spec: Component | str, components: Components, key: str
+) -> str | Callable[[Any], None]:
     """A registered function by name; a class is made with its options."""
-    spec = schema.train_step
     if isinstance(spec, str):
         spec = {"name": spec}
-    target = components.target(spec, registry.train_steps, "train_step", None)
+    target = components.target(spec, registry.train_steps, key, None)
     if isinstance(target, type):
-        made: Callable[[Any], None] = components.make(spec, registry.train_steps, "train_step")
+        made: Callable[[Any], None] = components.make(spec, registry.train_steps, key)
         return made
     if options := sorted(set(spec) - {"name", "_target_"}):
         raise ConfigError(
-            f"train_step.{options[0]}", f"{target.__name__} is a function and takes no options"
+            f"{key}.{options[0]}", f"{target.__name__} is a function and takes no options"
         )
     return target  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from hydra import initialize_config_dir
@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from phaseloop.engine.config.forms import without_other_form
 from phaseloop.engine.errors import ConfigError, listing, nearest
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -129,9 +130,38 @@ def merge(
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(old, value, one_layer)
+        elif _is_named_list(old) and isinstance(value, Mapping):
+            merged[key] = _merge_named(key, old, value, one_layer)
         else:
             merged[key] = value
     return merged
+
+
+def _is_named_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    """A list of mappings that each have a name, such as the stages in ``phases``."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Mapping) and "name" in item for item in value)
+    )
+
+
+def _merge_named(
+    key: str, entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], one_layer: bool
+) -> list[Any]:
+    """``phases.warm.epochs=2`` changes the entry called ``warm`` of a list."""
+    names = [str(entry["name"]) for entry in entries]
+    for name in changes:
+        if name not in names:
+            raise ConfigError(
+                f"{key}.{name}",
+                f"{key} is a list, and no entry of it is called {name!r}.{nearest(name, names)} "
+                f"There are: {listing(names)}",
+            )
+    return [
+        merge(entry, changes[name], one_layer) if isinstance(changes.get(name), Mapping) else entry
+        for name, entry in zip(names, entries, strict=True)
+    ]
 
 
 def _compose(loader: Any, overrides: list[str]) -> Composed:
@@ -212,7 +242,7 @@ def _merge_layer(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any
         for name, options in changes.items():
             if options is None and name not in on and (hint := nearest(str(name), on)):
                 raise ConfigError(f"hooks.{name}", f"no hook of that name is on.{hint}")
-    return merge(config, layer)
+    return merge(without_other_form(config, layer), layer)
 
 
 def check_experiment(overrides: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.schema import Component
 from phaseloop.engine.config.typed import convert, to_dataclass
 from phaseloop.engine.errors import ConfigError, listing, nearest
-from phaseloop.engine.parameter_groups import GroupRules, parameter_groups
+from phaseloop.engine.group_rules import GroupRules, parameter_groups
 from phaseloop.engine.schedules import ScaleWithBatch, Schedule, TorchSchedule, Warmup
 from phaseloop.engine.schedules.schedule import keyed
 
@@ -44,9 +44,16 @@ def check_optimizer(spec: Component, components: Components, key: str = "optimiz
 
 
 def make_optimizer(
-    spec: Component, components: Components, criterion: Any, key: str = "optimizer"
+    spec: Component,
+    components: Components,
+    criterion: Any,
+    key: str = "optimizer",
+    only: Collection[str] | None = None,
 ) -> Callable[[nn.Module], Optimizer]:
     """A function of the model; a criterion with parameters of its own is trained with it.
+
+    Args:
+        only: names of the parameters that it moves; None: all.
 
     Raises:
         ConfigError: by the function: a rule that fits no parameter, an option out of range.
@@ -55,19 +62,30 @@ def make_optimizer(
     extra = criterion if isinstance(criterion, nn.Module) else None
 
     def make(model: nn.Module) -> Optimizer:
+        parameters: list[Any]
         if rules is None:
-            parameters: list[Any] = [*model.parameters(), *(extra.parameters() if extra else ())]
+            parameters = [p for n, p in _named(model, extra) if only is None or n in only]
         else:
             options = _options(spec, components, key)
             parameters = parameter_groups(
-                model, options, rules, criterion=extra, key=f"{key}.groups"
+                model, options, rules, criterion=extra, only=only, key=f"{key}.groups"
             )
-        made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        try:
+            made = components.make(spec, registry.optimizers, key, parameters, extra=("groups",))
+        except TypeError as error:  # what torch raises for betas that are one number, say
+            raise ConfigError(key, str(error)) from error
         if not isinstance(made, Optimizer):
             raise ConfigError(key, f"{type(made).__name__} is not a torch optimizer")
         return made
 
     return make
+
+
+def _named(model: nn.Module, criterion: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from model.named_parameters()
+    if criterion is not None:
+        for name, parameter in criterion.named_parameters():
+            yield f"criterion.{name}", parameter
 
 
 def make_schedules(
@@ -138,7 +156,9 @@ def _torch_schedule(
         made: LRScheduler = _make_scheduler(spec, components, key, optimizer)
         return made
 
-    return TorchSchedule(make, **_taken(spec, _TORCHS, key), key=key)
+    schedule = TorchSchedule(make, **_taken(spec, _TORCHS, key), key=key)
+    schedule.check_kind(components.target(spec, registry.schedules, key, None))
+    return schedule
 
 
 def _make_scheduler(

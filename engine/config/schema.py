@@ -10,7 +10,7 @@ from phaseloop.engine.config.typed import check_keys, to_dataclass
 from phaseloop.engine.data.options import check_limit, check_options, check_weight
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
-from phaseloop.engine.settings import Debug, Gradients, Run
+from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
 
 Component = dict[str, Any]
 """``{name: REGISTERED, ...options}`` or ``{_target_: importable.thing, ...options}``."""
@@ -22,6 +22,8 @@ class TestSet:
 
     See :class:`phaseloop.engine.data.source.Data`.
     """
+
+    __test__ = False  # no tests in it, whatever pytest thinks of its name
 
     dataset: Component
     batch_size: int
@@ -102,11 +104,48 @@ class DataSets:
 
 
 @dataclass
+class StageData:
+    """``phases.NAME.data``: the training data of one stage."""
+
+    train: TrainSet | None = None
+
+
+@dataclass
+class StageSpec(Phases):
+    """An entry of ``phases``, where that is a list. See :class:`phaseloop.engine.stages.Stage`."""
+
+    name: str = ""
+    repeat: int = 1
+    data: StageData | None = None
+    test_sets: list[str] | None = None
+    train_step: Component | str | None = None
+    schedule: Component | None = None
+    freeze: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PrecisionSpec:
+    """``precision``, where more than its name is said."""
+
+    name: Literal["float32", "bfloat16", "float16", "float64"]
+    loss_scale: LossScale | None = None
+
+
+def _one_stage_or_several(value: Any) -> Any:
+    return list[StageSpec] if isinstance(value, list) else Phases
+
+
+def _name_or_more(value: Any) -> Any:
+    names = Literal["float32", "bfloat16", "float16", "float64"]
+    return PrecisionSpec if isinstance(value, dict) else names
+
+
+@dataclass
 class Schema:
     """The root."""
 
     model: Component
-    phases: Phases
+    phases: Phases | list[StageSpec] = field(metadata={"choose": _one_stage_or_several})
     seed: int = 0
     imports: list[str] = field(default_factory=list)
     allow_targets: list[str] = field(default_factory=list)
@@ -115,9 +154,10 @@ class Schema:
     criterion: Component | None = None
     meters: dict[str, dict[str, Component | None] | None] = field(default_factory=dict)
     optimizer: Component | None = None
+    optimizers: dict[str, Component | None] = field(default_factory=dict)
     schedule: Component | None = None
     gradients: Gradients = field(default_factory=Gradients)
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    precision: str | PrecisionSpec = field(default="float32", metadata={"choose": _name_or_more})
     train_step: Component | str = "standard"
     hooks: dict[str, Component | None] = field(default_factory=dict)
     backend: Component = field(default_factory=lambda: {"name": "single"})
@@ -126,6 +166,21 @@ class Schema:
     plan: bool = False
     only: Literal["test"] | None = None
     weights: str = "best"
+
+    @property
+    def stages(self) -> dict[str, StageSpec]:
+        """The stages by their place in the configuration; none where there is but one."""
+        given = [] if isinstance(self.phases, Phases) else self.phases
+        return {f"phases.{stage.name or n}": stage for n, stage in enumerate(given)}
+
+    @property
+    def train_sets(self) -> dict[str, TrainSet]:
+        """Every set of training data by its place in the configuration."""
+        found = {} if self.data.train is None else {"data.train": self.data.train}
+        for key, stage in self.stages.items():
+            if stage.data is not None and stage.data.train is not None:
+                found[f"{key}.data.train"] = stage.data.train
+        return found
 
 
 def check(config: dict[str, Any]) -> Schema:
@@ -142,7 +197,9 @@ def check(config: dict[str, Any]) -> Schema:
         schema = to_dataclass(Schema, config, "")
     except ConfigError as error:
         raise _with_place(error, config) from None
-    schema.phases.check("phases")
+    _check_phases(schema)
+    if schema.optimizer is not None and any(schema.optimizers.values()):
+        raise ConfigError("optimizers", "give these or optimizer, not both; ~optimizer drops that")
     schema.gradients.check("gradients")
     schema.run.check("run")
     if not 0 <= schema.seed < 1 << 63:
@@ -152,8 +209,8 @@ def check(config: dict[str, Any]) -> Schema:
         check_options(data, key)
     if "train" in schema.data.tests:
         raise ConfigError("data.test.train", "a test set may have any name but 'train'")
-    if schema.data.train is not None:
-        _check_train(schema.data.train, "data.train")
+    for key, train in schema.train_sets.items():
+        _check_train(train, key)
     try:
         check_keys(schema.meters, ["train", "test", *schema.data.tests], "meters")
     except ConfigError as error:
@@ -161,6 +218,25 @@ def check(config: dict[str, Any]) -> Schema:
     if schema.only is None and schema.weights != "best":
         raise ConfigError("weights", "says what only=test tests; it does nothing without it")
     return schema
+
+
+def _check_phases(schema: Schema) -> None:
+    if isinstance(schema.phases, Phases):
+        schema.phases.check("phases")
+        return
+    if not schema.phases:
+        raise ConfigError("phases", "the list of stages is empty")
+    for key, stage in schema.stages.items():
+        stage.check(key)
+        if not stage.name:
+            raise ConfigError(f"{key}.name", "give every stage a name")
+    if len(schema.stages) < len(schema.phases):
+        raise ConfigError("phases", f"two stages are called {_twice(schema.phases)!r}")
+
+
+def _twice(stages: list[StageSpec]) -> str:
+    names = [stage.name for stage in stages]
+    return next(name for name in names if names.count(name) > 1)
 
 
 def _check_train(data: TrainSet, key: str) -> None:

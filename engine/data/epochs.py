@@ -49,16 +49,21 @@ class Epochs:
         self._take()
         data.check_samples(self.samples, key)
 
-    def begin(self, epoch: int) -> bool:
-        """Make the dataset again where that is due; whether it was.
+    def is_due(self, epoch: int) -> bool:
+        """The dataset has to be made again for this epoch."""
+        return self._due(epoch) != self._made_for
+
+    def let_go(self) -> None:
+        """Give up the dataset at hand: else there would be two in memory while one is made."""
+        self.dataset = self._data.first = None
+
+    def rebuild(self, epoch: int) -> None:
+        """Make the dataset of an epoch.
 
         Raises:
             DataError: it is not as long as before.
         """
-        every = self._data.rebuild_every
-        due = 1 if every is None else epoch - (epoch - 1) % every
-        if due == self._made_for:
-            return False
+        due = self._due(epoch)
         self.dataset = self._data.make(due, self._seed)
         if len(self.dataset) != self._length:
             raise DataError(
@@ -73,7 +78,11 @@ class Epochs:
                 f"{self._key}.sampler: it draws {self.samples} samples from the dataset of epoch "
                 f"{due}, and {before} from that of epoch 1; every epoch must be as long"
             )
-        return True
+
+    def _due(self, epoch: int) -> int:
+        """The epoch that the dataset of this one is made for."""
+        every = self._data.rebuild_every
+        return 1 if every is None else epoch - (epoch - 1) % every
 
     def order(self, epoch: int, roll_backs: int) -> Order:
         """The order of one epoch, of the dataset at hand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -69,6 +70,7 @@ class Loader:
         self._train = train
         self._source = source
         self._seed = seed
+        self._key = key
         self._device = device
         self._pinned = _pins(data, device)
         self._repeat = repeat
@@ -123,13 +125,29 @@ class Loader:
                 not as long as before.
         """
         epoch = 1 if self._repeat else epoch
-        if self._train and self._epochs.begin(epoch):
-            self.close()  # the workers have the dataset that was
-            self._processes = []
-            self._take_dataset()
+        if self._train and self._epochs.is_due(epoch):
+            self._rebuild(epoch)
         if self._data.workers:
             return self._from_workers(epoch, roll_backs, first)
         return self._in_process(epoch, roll_backs, first)
+
+    def beside(self) -> Loader:
+        """Another loader of the same batches, which reads in this process.
+
+        Neither moves the other: the epoch at hand goes on as if nobody else had read.
+        """
+        return Loader(
+            dataclasses.replace(self._data, workers=0, pin_memory=None),
+            train=self._train,
+            source=self._source,
+            seed=self._seed,
+            device=self._device,
+            world_size=self.plan.world_size,
+            rank=self.plan.rank,
+            key=self._key,
+            at_most=self.plan.at_most,
+            repeat=self._repeat,
+        )
 
     def put_back(self) -> None:
         """Give this process its generators back, if they are still set for reading.
@@ -147,6 +165,14 @@ class Loader:
 
     def _let_go(self) -> None:
         self._workers = None
+
+    def _rebuild(self, epoch: int) -> None:
+        self.close()  # the workers have the dataset that was
+        self._processes = []
+        del self._reader, self._mix
+        self._epochs.let_go()
+        self._epochs.rebuild(epoch)
+        self._take_dataset()
 
     def _take_dataset(self) -> None:
         data, dataset = self._data, self._epochs.dataset

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phaseloop.engine import rng
 from phaseloop.engine.data.options import Limit, check_limit, check_weight, limited
-from phaseloop.engine.data.order import Passes, chosen
+from phaseloop.engine.data.order import Blocks, Passes, chosen
 from phaseloop.engine.errors import ConfigError, DataError
 
 _BLOCK = 1 << 14
@@ -121,24 +121,11 @@ class MixOrder:
             for length, key in zip(mix.lengths, keys, strict=True)
         ]
         self._chosen = [mix.chosen(n, seed) for n in range(len(mix.names))]
-        self._at = -1
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._blocks = Blocks(_BLOCK, self._work_out)
 
     def slice(self, start: int, stop: int) -> Tensor:
         """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
-        parts = []
-        while start < stop:
-            block, first = divmod(start, _BLOCK)
-            last = min(_BLOCK, first + stop - start)
-            parts.append(self._block(block)[first:last])
-            start += last - first
-        return torch.cat(parts)
-
-    def _block(self, block: int) -> Tensor:
-        if block != self._at:
-            self._numbers = self._work_out(block)
-            self._at = block
-        return self._numbers
+        return self._blocks.slice(start, stop)
 
     def _work_out(self, block: int) -> Tensor:
         ranks = self._before[block : block + 2].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -131,6 +132,33 @@ class Passes:
             self._order = permutation(self._samples, rng.mix(self._seed, number))
             self._number = number
         return self._order
+
+
+class Blocks:
+    """An order that is worked out in blocks when they are reached; the last one is kept.
+
+    Args:
+        size: positions of a block.
+        work_out: from the number of a block to its numbers; the last may be shorter.
+    """
+
+    def __init__(self, size: int, work_out: Callable[[int], Tensor]) -> None:
+        self._size = size
+        self._work_out = work_out
+        self._number = -1
+        self._block = torch.empty(0, dtype=torch.int64)
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
+        parts = []
+        while start < stop:
+            number, first = divmod(start, self._size)
+            if number != self._number:
+                self._block, self._number = self._work_out(number), number
+            last = min(self._size, first + stop - start)
+            parts.append(self._block[first:last])
+            start += last - first
+        return torch.cat(parts) if parts else self._block[:0]
 
 
 class Chosen:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from phaseloop.engine import registry, rng
-from phaseloop.engine.data.order import Order, Passes, uniform
+from phaseloop.engine.data.order import Blocks, Order, Passes, uniform
 from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.registry import register_sampler
 
-_BLOCK = 1 << 14
+_BLOCK = 1 << 17  # of a class in a thousand, some hundred samples are taken at once
 
 
 class Sampler:
@@ -47,6 +47,15 @@ class Sampler:
         self.by = by if by is not None else (declared.declared["by"] if declared else "targets")
         self.options = options
 
+    def check(self, dataset: Any, key: str) -> None:
+        """Raises ConfigError when ``by`` names an attribute that the dataset does not have."""
+        if isinstance(self.by, str) and not hasattr(dataset, self.by):
+            raise ConfigError(
+                f"{key}.by",
+                f"{type(dataset).__name__} has no attribute {self.by!r}; name another one, or give "
+                f"a function of the dataset",
+            )
+
     def orders(self, dataset: Any, chosen: Tensor | None, key: str) -> Orders:
         """The orders of all epochs.
 
@@ -58,6 +67,7 @@ class Sampler:
         Raises:
             ConfigError: there are no values, or not as many as samples.
         """
+        self.check(dataset, key)
         values = _values(self.by, dataset, f"{key}.by")
         if len(values) != len(dataset):
             raise ConfigError(
@@ -157,35 +167,22 @@ class Balanced:
 
 
 class BalancedOrder:
-    """An epoch of :class:`Balanced`, worked out some 16,384 positions at a time."""
+    """An epoch of :class:`Balanced`, worked out some 131,072 positions at a time."""
 
     def __init__(self, members: list[Tensor], rounds: int, seed: int) -> None:
         self._members = members
         self._rounds = rounds
         self._seed = seed
         self._passes = [Passes(len(m), rng.mix(seed, n)) for n, m in enumerate(members)]
-        self._at = -1
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._rounds_per_block = max(1, _BLOCK // len(members))
+        self._blocks = Blocks(self._rounds_per_block * len(members), self._work_out)
 
     def __len__(self) -> int:
         return self._rounds * len(self._members)
 
     def slice(self, start: int, stop: int) -> Tensor:
         """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
-        size = self._rounds_per_block * len(self._members)
-        parts = []
-        while start < stop:
-            block, first = divmod(start, size)
-            if block != self._at:
-                self._numbers, self._at = self._work_out(block), block
-            last = min(size, first + stop - start)
-            parts.append(self._numbers[first:last])
-            start += last - first
-        return torch.cat(parts)
-
-    @property
-    def _rounds_per_block(self) -> int:
-        return max(1, _BLOCK // len(self._members))
+        return self._blocks.slice(start, stop)
 
     def _work_out(self, block: int) -> Tensor:
         start = block * self._rounds_per_block
@@ -248,12 +245,6 @@ class WeightedOrder:
 
 def _values(by: Any, dataset: Any, key: str) -> npt.NDArray[Any]:
     if isinstance(by, str):
-        if not hasattr(dataset, by):
-            raise ConfigError(
-                key,
-                f"{type(dataset).__name__} has no attribute {by!r}; name another one, or give a "
-                f"function of the dataset",
-            )
         by = getattr(dataset, by)
     elif callable(by):
         by = by(dataset)

@@ -60,7 +60,7 @@ class Data:
     batch_transform: Callable[[Any], Any] | None = None
     rebuild_every: int | None = None
     first: Any = field(default=None, init=False, repr=False)
-    """The dataset of the first epoch, once :meth:`open` was called."""
+    """The dataset of the first epoch, from :meth:`open` on until another one is made."""
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -75,9 +75,11 @@ class Data:
         """
         if self.rebuild_every is None:
             self.first = self.dataset
-        elif hasattr(self.dataset, "__len__") or not callable(self.dataset):
+        elif not callable(self.dataset) or (
+            hasattr(self.dataset, "__len__") and not isinstance(self.dataset, type)
+        ):
             raise ConfigError(
-                f"{key}.rebuild_every", "the dataset must be a function that makes it: dataset=make"
+                f"{key}.rebuild_every", "the dataset must be a function or a class that makes it"
             )
         else:
             self.first = self.make(1, seed)
@@ -141,6 +143,8 @@ class Data:
             raise ConfigError(
                 f"{key}.sampler", f"{type(self.sampler).__name__} is not a phaseloop.Sampler"
             )
+        if self.sampler is not None:
+            self.sampler.check(self.first, f"{key}.sampler")
 
     def check_samples(self, samples: int, key: str) -> None:
         """Raises DataError when an epoch of ``samples`` is too small to make one batch."""

@@ -35,13 +35,16 @@ class Rates:
 
     A group's base value is the one that the optimizer was made with; it is kept in the group
     under ``base_<option>``, so that it is in every checkpoint. Where a group has ``<option>_scale``
-    (:func:`~phaseloop.engine.parameter_groups.parameter_groups`), the curve's value is multiplied
+    (:func:`~phaseloop.engine.group_rules.parameter_groups`), the curve's value is multiplied
     by it, and the base is the value without it.
 
     Args:
         optimizer: whose groups.
         plan: the schedules; no two for the same option of a group, at most one of torch's.
         batch_size: samples per update, for schedules that scale with it.
+
+    Attributes:
+        schedules: those that are spread over the planned length; without torch's.
 
     Raises:
         ConfigError: no group has the option or name of a schedule, or two schedules set the same.
@@ -72,8 +75,10 @@ class Rates:
         return list(dict.fromkeys(["lr", *(s.option for s in self.schedules), *cycled]))
 
     def values(self, option: str) -> Iterator[tuple[int, float]]:
-        """An option of every group that has it, with the group's number."""
+        """An option of every group that it is logged for, with the group's number."""
         for number, group in enumerate(self.optimizer.param_groups):
+            if option != "lr" and number not in self._scheduled(option):
+                continue
             if option in group:
                 yield number, float(group[option])
             elif option == "momentum" and "betas" in group:
@@ -208,6 +213,13 @@ class Rates:
             if before not in said:
                 said.add(before)
                 log.info("%s", rule.describe(before, before * factor, batch_size))
+
+    def _scheduled(self, option: str) -> frozenset[int]:
+        """Numbers of the groups for which an option has a schedule."""
+        covers = [a.covered for a in self._applied if a.schedule.option == option]
+        if not covers:  # torch's
+            return frozenset(range(self._groups))
+        return frozenset(index for covered in covers for index, _ in covered)
 
     def _cycles_momentum(self) -> bool:
         return bool(self.mover and getattr(self.mover.scheduler, "cycle_momentum", False))

@@ -16,7 +16,7 @@ from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
 from phaseloop.engine.schedules.curves import Build
 from phaseloop.engine.schedules.joined import BELOW_ONE, Joined
-from phaseloop.engine.schedules.stretch import Stretch
+from phaseloop.engine.schedules.stretch import Calendar, Stretch
 
 
 @dataclass
@@ -33,15 +33,15 @@ class Warmup:
     epochs: float | None = None
     fraction: float | None = None
 
-    def share(self, updates: int, epochs: float, key: str = "schedule.warmup") -> float:
+    def share(self, whole: Stretch, key: str = "schedule.warmup") -> float:
         """Its length as a fraction of the whole.
 
         Raises:
             ConfigError: none or several lengths are given, or it is longer than the training.
         """
         given = {
-            "updates": None if self.updates is None else self.updates / max(updates, 1),
-            "epochs": None if self.epochs is None else self.epochs / max(epochs, 1e-12),
+            "updates": None if self.updates is None else whole.place(self.updates, "updates"),
+            "epochs": None if self.epochs is None else whole.place(self.epochs, "epochs"),
             "fraction": self.fraction,
         }
         lengths = {name: value for name, value in given.items() if value is not None}
@@ -52,8 +52,8 @@ class Warmup:
         if not 0 <= share < 1:
             raise ConfigError(
                 f"{key}.{name}",
-                f"{getattr(self, name)} is {share:.3g} of the training of {updates} updates "
-                f"({epochs:g} epochs); it must be at least 0 and less than all of it",
+                f"{getattr(self, name)} is {share:.3g} of the training of {whole.updates} updates "
+                f"({whole.epochs:g} epochs); it must be at least 0 and less than all of it",
             )
         return share
 
@@ -75,9 +75,6 @@ class Schedule:
     Raises:
         ConfigError: another interval, or a batch scale for another option.
     """
-
-    spread = True
-    """It is spread over the planned length, and anew when that changes."""
 
     def __init__(
         self,
@@ -104,15 +101,20 @@ class Schedule:
         self._curves: dict[float, ParamScheduler] = {}
         self._updates = 0
         self._epochs = 0.0
+        self._calendar: Calendar | None = None
 
-    def plan(self, updates: int, epochs: float) -> None:
+    def plan(self, updates: int, epochs: float, calendar: Calendar | None = None) -> None:
         """Spread the schedule over this many updates and epochs.
+
+        Args:
+            calendar: where epochs begin, when they are not all equally long.
 
         Raises:
             ConfigError: its warm-up or its parts do not fit into them, or
                 ``scale_with_batch`` has no base value to scale.
         """
         self._updates, self._epochs = updates, epochs
+        self._calendar = calendar if self.interval == "update" else None
         self._curves = {}
         if updates:  # checked now, and not at the first update
             one = self._curve(1.0)
@@ -154,10 +156,10 @@ class Schedule:
 
     def _curve(self, base: float) -> ParamScheduler:
         with keyed(self.key):
-            whole = Stretch(self._updates, self._epochs)
+            whole = Stretch(self._updates, self._epochs, calendar=self._calendar)
             if self._warmup is None:
                 return self._build(base, whole)
-            share = self._warmup.share(self._updates, self._epochs)
+            share = self._warmup.share(whole)
             if share == 0:
                 return self._build(base, whole)
             main = self._build(base, whole.part(share, 1 - share))

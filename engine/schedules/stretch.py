@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, Protocol
 
 from phaseloop.engine.errors import ConfigError
 
 Unit = Literal["fraction", "updates", "epochs"]
 UNITS = ("fraction", "updates", "epochs")
+
+
+class Calendar(Protocol):
+    """Where epochs begin, when they are not all equally long."""
+
+    def updates_at(self, epochs: float) -> float:
+        """Updates made after so many epochs."""
+
+    def epochs_at(self, updates: float) -> float:
+        """Epochs done after so many updates."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +30,14 @@ class Stretch:
     Args:
         updates, epochs: how long it is.
         updates_before, epochs_before: how much of the training lies before it.
+        calendar: for epochs of different lengths; None: all are equally long.
     """
 
     updates: float
     epochs: float
     updates_before: float = 0.0
     epochs_before: float = 0.0
-
-    def share(self, length: float, unit: Unit) -> float:
-        """A length as a fraction of this stretch."""
-        return length if unit == "fraction" else length / self._whole(unit)
+    calendar: Calendar | None = None
 
     def place(self, position: float, unit: Unit) -> float:
         """A position as ``where`` on this stretch: 0 is its start, 1 its end.
@@ -38,20 +47,21 @@ class Stretch:
         """
         if unit == "fraction":
             return position
-        before = self.updates_before if unit == "updates" else self.epochs_before
-        return (position - before) / self._whole(unit)
+        if unit == "epochs" and self.calendar is None:
+            return (position - self.epochs_before) / self.epochs
+        if unit == "epochs" and self.calendar is not None:
+            position = self.calendar.updates_at(position)
+        return (position - self.updates_before) / self.updates
 
     def part(self, start: float, share: float) -> Stretch:
         """The part that begins at ``start`` and is ``share`` long, both fractions of this."""
-        return Stretch(
-            self.updates * share,
-            self.epochs * share,
-            self.updates_before + self.updates * start,
-            self.epochs_before + self.epochs * start,
-        )
-
-    def _whole(self, unit: Unit) -> float:
-        return self.updates if unit == "updates" else self.epochs
+        updates, updates_before = self.updates * share, self.updates_before + self.updates * start
+        if self.calendar is None:
+            epochs, epochs_before = self.epochs * share, self.epochs_before + self.epochs * start
+        else:
+            epochs_before = self.calendar.epochs_at(updates_before)
+            epochs = self.calendar.epochs_at(updates_before + updates) - epochs_before
+        return Stretch(updates, epochs, updates_before, epochs_before, self.calendar)
 
 
 def check_unit(unit: str) -> None:
@@ -69,19 +79,24 @@ def shares(lengths: Sequence[float | None], unit: Unit, stretch: Stretch) -> lis
     Raises:
         ConfigError: they do not fill it, or one has no length.
     """
-    known = [stretch.share(length, unit) for length in lengths if length is not None]
     if None in lengths[:-1] or (unit == "fraction" and None in lengths):
         raise ConfigError(
             "schedule.lengths",
             f"{list(lengths)}: only the last, in updates or epochs, may be null, the rest",
         )
-    if len(known) < len(lengths):
-        known.append(1.0 - sum(known))
-    if unit != "fraction" and (min(known) <= 0 or abs(sum(known) - 1) > 1e-9):
+    if unit == "fraction":
+        return [length for length in lengths if length is not None]
+    position = stretch.updates_before if unit == "updates" else stretch.epochs_before
+    borders = [0.0]
+    for length in lengths:
+        position += length or 0.0
+        borders.append(1.0 if length is None else stretch.place(position, unit))
+    fractions = [b - a for a, b in pairwise(borders)]
+    if min(fractions) <= 0 or abs(borders[-1] - 1) > 1e-9:
         whole = stretch.updates if unit == "updates" else stretch.epochs
         raise ConfigError(
             "schedule.lengths",
             f"{list(lengths)} {unit} do not fill the {whole:g} {unit} that this schedule is for; "
             f"null as the last is the rest",
         )
-    return known
+    return fractions

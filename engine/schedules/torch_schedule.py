@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -46,9 +46,6 @@ class TorchSchedule:
         ConfigError: options that contradict each other or are out of range.
     """
 
-    spread = False
-    """Its lengths are numbers of its own."""
-
     def __init__(
         self,
         make: Callable[[Optimizer], LRScheduler],
@@ -79,8 +76,13 @@ class TorchSchedule:
         self.scale_with_batch = scale_with_batch
         self.key = key
 
-    def plan(self, updates: int, epochs: float) -> None:
-        """Nothing: see ``spread``."""
+    def check_kind(self, kind: type[LRScheduler]) -> None:
+        """Raises ConfigError for a metric where such a scheduler takes none, or the reverse."""
+        takes = "metrics" in inspect.signature(kind.step).parameters
+        if takes and self.metric is None:
+            raise ConfigError(f"{self.key}.metric", f"{kind.__name__} needs one, such as test/loss")
+        if self.metric is not None and not takes:
+            raise ConfigError(f"{self.key}.metric", f"{kind.__name__} takes no metric")
 
 
 class Mover:
@@ -106,16 +108,12 @@ class Mover:
         self._pending: list[float] = []
         self._groups = len(optimizer.param_groups)
         self._warned = False
-        kind = type(self.scheduler).__name__
         if not isinstance(self.scheduler, LRScheduler):
+            kind = type(self.scheduler).__name__
             raise ConfigError(schedule.key, f"{kind} is not a scheduler of torch.optim")
         if self.scheduler.optimizer is not optimizer:
             raise ConfigError(schedule.key, "the scheduler was made for another optimizer")
-        takes_metric = "metrics" in inspect.signature(self.scheduler.step).parameters
-        if takes_metric and schedule.metric is None:
-            raise ConfigError(f"{schedule.key}.metric", f"{kind} needs one, such as test/loss")
-        if schedule.metric is not None and not takes_metric:
-            raise ConfigError(f"{schedule.key}.metric", f"{kind} takes no metric")
+        schedule.check_kind(type(self.scheduler))
 
     def set(self, updates_done: int, epochs_done: int) -> None:
         """Move as often as so many updates and epochs ask for."""
@@ -140,7 +138,7 @@ class Mover:
         known = [f"{phase}/{n}" for phase, meters in task.meter_sets.items() for n in meters.names]
         phase, _, meter = metric.partition("/")
         if f"{phase}/{meter.split('/')[0]}" not in known:
-            self._missing(known)
+            self._missing(known, at_start=True)
         higher, mode = task.direction(metric), getattr(self.scheduler, "mode", None)
         if higher is not None and mode == ("min" if higher else "max"):
             raise ConfigError(
@@ -197,11 +195,14 @@ class Mover:
         self.moves += 1
         self.scheduler.step(*metrics)  # type: ignore[arg-type]
 
-    def _missing(self, known: Any) -> None:
+    def _missing(self, known: Iterable[str], at_start: bool = False) -> None:
+        known = list(known)
         metric = self.schedule.metric or ""
         text = (
             f"no metric is called {metric!r}.{nearest(metric, known)} There are: {listing(known)}"
         )
+        if self.schedule.strict and at_start:
+            raise ConfigError(f"{self.schedule.key}.metric", text)
         if self.schedule.strict:
             raise MetricError(f"{self.schedule.key}.metric: {text}")
         if not self._warned:

@@ -49,6 +49,7 @@ class Digits(Dataset):
         # [N, 1, 8 + 2 * max_shift, 8 + 2 * max_shift]; kept in NumPy since slicing there and
         # wrapping the result takes a third of the time of slicing a tensor.
         self._padded = np.pad(images[:, None], ((0, 0), (0, 0), margin, margin))
+        self.targets = labels  # [N], what a sampler goes by
         self._labels = labels.tolist()
         self._label_tensor = torch.from_numpy(labels)
 

@@ -23,6 +23,7 @@ from phaseloop import (
     TensorData,
 )
 from phaseloop.engine.schedules import linear
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import equal, process, r1
@@ -53,11 +54,16 @@ def test_amp_a_an_overflow_is_a_skip_and_moves_nothing() -> None:
     )  # fmt: skip
     updates = watch("on_update", lambda t: t.progress.updates)
     events = watch("on_step", lambda t: list(t.recorder.events))
-    outcome = train(task, learning_rate=LearningRate(), updates=updates, events=events)
+    average = Average(kind="swa", every_updates=1)
+    outcome = train(
+        task, learning_rate=LearningRate(), updates=updates, events=events, average=average
+    )
     assert outcome.updates == 5
     assert weight(task) == -5
     assert task.progress.moved == {"optimizer": 5}  # what schedules are functions of
-    assert updates.seen == [0, 1, 2, 3, 4]  # where averages are moved
+    assert updates.seen == [0, 1, 2, 3, 4]
+    assert average.samples == 5
+    assert float(task.averages["average"]["w"]) == -(1 + 2 + 3 + 4 + 5) / 5
     assert scale_of(task)[0] == 512
     assert [found for found in events.seen if found] == [
         [{"event": "skip", "update": 3, "reason": "gradients overflowed at loss scale 1024"}]

@@ -12,14 +12,35 @@ import pytest
 import torch
 from torch import nn
 
-from phaseloop import Data, Phases, Run, Schedule, Task, TensorData, Warmup
+from phaseloop import (
+    Data,
+    GroupRules,
+    Phases,
+    Run,
+    Schedule,
+    Task,
+    TensorData,
+    Warmup,
+    parameter_groups,
+)
 from phaseloop.engine import registry
-from phaseloop.engine.schedules import Stretch, composite, constant, cosine, linear, multi_step
+from phaseloop.engine.schedules import (
+    Stretch,
+    composite,
+    constant,
+    cosine,
+    cosine_restarts,
+    linear,
+    multi_step,
+)
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.metrics_file import MetricsFile
+from tests.rigs import equal, process, r1
+from tests.rigs.equal import assert_eq, probe_of
 from tests.rigs.probes import Break, BreakAt, RecordingSGD, SkipAt
 from tests.rigs.r0 import r0, train
+from tests.rigs.r1 import At
 
 # One set of options for each registered schedule; a new one without options here fails below.
 CURVES: dict[str, dict[str, Any]] = {
@@ -341,3 +362,41 @@ def test_lr_schedules_of_other_options_move_too() -> None:
     rate = Schedule(linear())
     train(r0(range(4), 1, optimizer=make, schedule=[rate, halve]), learning_rate=LearningRate())
     assert used == [(1.0, 0.8), (0.75, 0.8), (0.5, 0.4), (0.25, 0.4)]
+
+
+def by_rule(model: nn.Module) -> torch.optim.Optimizer:
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    rules = GroupRules(no_decay=["bias"], rules={"head": {"match": "3.*", "lr_scale": 3}})
+    return torch.optim.AdamW(parameter_groups(model, options, rules), **options)
+
+
+def train_by_rule(folder: Path, **options: Any) -> dict[str, Any]:
+    """R1 with these groups, each with schedules of its own."""
+    drops = multi_step([4, 17], gamma=0.5, unit="updates")
+    schedules = [
+        Schedule(cosine_restarts(2), warmup=Warmup(updates=3), groups=["rest", "no_decay"]),
+        Schedule(drops, groups=["head", "head.no_decay"]),
+        Schedule(linear(0.04, 0.4), option="weight_decay"),
+        Schedule(linear(end=0.5), option="momentum", interval="epoch"),
+    ]
+    more = {"optimizer": by_rule, "schedule": schedules, "test": True}
+    return r1.train(folder, probe_of(folder), save={"every_updates": 5}, **more, **options)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [At("on_forward", 13), At("on_phase_end", 10), At("on_step", 20, phase="test", position=1)],
+    ids=["in mid-epoch", "at an epoch's end", "in a test"],
+)
+def test_res_i_groups_by_rule_with_several_schedules(tmp_path: Path, at: At) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    process.result(train_by_rule, whole)
+    first = process.run(train_by_rule, folder, hooks={"at": at})
+    assert first.code < 0, first.output
+    process.result(train_by_rule, folder)
+    assert_eq(whole, folder)
+    last = [row for row in equal.rows(folder) if "loss" in row][-1]
+    assert last["momentum/head"] == pytest.approx(0.9 - 0.4 * 2 / 3)  # the last epoch of three
+    assert last["weight_decay/rest"] == pytest.approx(0.04 + 0.36 * 29 / 30)
+    assert last["weight_decay/no_decay"] == 0
+    assert last["lr/head"] == pytest.approx(0.03 * 0.25)

@@ -143,7 +143,7 @@ def test_lr_f_phases_that_do_not_report_the_metric_move_nothing() -> None:
 
 def test_lr_f_a_missing_metric_is_an_error_before_the_first_update() -> None:
     task = scored(SCORES, TorchSchedule(plateau, metric="test/scoer"))
-    with pytest.raises(MetricError, match=r"schedule\.metric: .*'test/scoer'.*'test/score'"):
+    with pytest.raises(ConfigError, match=r"schedule\.metric: .*'test/scoer'.*'test/score'"):
         train(task, sync=MeterSync(), learning_rate=LearningRate())
     assert used(task) == []
 

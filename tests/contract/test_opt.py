@@ -264,6 +264,50 @@ def test_opt_c_lbfgs() -> None:
     assert rows.seen == [9.0]
 
 
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network, twelve inputs and their targets."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    x = torch.randn(12, 3, generator=generator)
+    return model, x, x.sum(dim=1, keepdim=True).sin()
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_opt_c_is_the_hand_written_loop(line_search: str | None) -> None:
+    """LBFGS keeps a history over batches; with a line search it calls the closure more often."""
+    options: dict[str, Any] = {"lr": 0.5, "max_iter": 5, "line_search_fn": line_search}
+    model, x, y = regression()
+    optimizer = torch.optim.LBFGS(model.parameters(), **options)
+    calls: list[float] = []
+    for _ in range(3):
+        for part in (slice(0, 5), slice(5, 10), slice(10, 12)):
+
+            def closure(part: slice = part) -> Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x[part]), y[part])
+                loss.backward()
+                calls.append(float(loss.detach()))
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    ours, _, _ = regression()
+    losses = watch("on_backward", lambda t: float(t.loss.detach()))
+    task = Task(
+        model=ours,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.LBFGS(ours.parameters(), **options),
+        train=Data(TensorData(x, y), 5, shuffle=False),
+        train_step="closure",
+        phases=Phases(epochs=3),
+    )
+    train(task, losses=losses)
+    assert_same(ours, model)
+    assert losses.seen == calls
+
+
 def test_opt_c_the_meters_see_the_first_call_alone() -> None:
     class Counting(Distance):
         def forward(self, x: Tensor) -> Tensor:

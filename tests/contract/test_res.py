@@ -19,6 +19,7 @@ from phaseloop.engine.data.source import Data
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.early_stop import EarlyStop
 from phaseloop.hooks.freeze import Freeze
+from phaseloop.hooks.precise_bn import PreciseBN
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
 from tests.rigs.r1 import At
@@ -169,6 +170,12 @@ STATEFUL: dict[str, dict[str, Any]] = {
         "model": with_batch_norm(),
         "optimizer_name": "adam",
         "hooks": {"freeze": Freeze(["0", "1"], after_epochs=1)},
+    },
+    "precise batch norm": {
+        "model": with_batch_norm(),
+        "augment": True,
+        "hooks": {"average": Average(decay=0.9), "bn": PreciseBN(3)},
+        "test": ("first", "second"),
     },
     "two test sets": {"test": ("first", "second")},
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phaseloop import ConfigError, Phases, Progress
-from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phase_plan import EpochLengths, PhasePlan
 
 
 def walked(phases: Phases, windows: int, sets: int = 1, skip: set[int] = frozenset()) -> list[str]:  # type: ignore[assignment]
@@ -119,6 +121,36 @@ def test_the_length_in_numbers(
 ) -> None:
     plan = PhasePlan(Phases(**options), windows, [])
     assert (plan.updates, plan.epochs) == (updates, epochs)
+
+
+@given(
+    st.dictionaries(st.integers(2, 12), st.integers(1, 7), max_size=4),
+    st.integers(1, 7),
+    st.integers(0, 60),
+)
+def test_epochs_of_changing_lengths(later: dict[int, int], first: int, windows: int) -> None:
+    """Against counting them one by one."""
+    steps = {1: first, **later}
+    lengths = EpochLengths(steps)
+    each = [steps[max(e for e in steps if e <= epoch)] for epoch in range(1, 80)]
+    assert [lengths.of(epoch) for epoch in range(1, 80)] == each
+    assert [lengths.before(epoch) for epoch in range(1, 80)] == [sum(each[:n]) for n in range(79)]
+    epochs, rest = lengths.split(windows)
+    assert sum(each[:epochs]) + rest == windows
+    assert 0 <= rest < each[epochs]
+    plan = PhasePlan(Phases(updates=windows), steps, [])
+    assert plan.updates == windows
+    assert plan.epochs == pytest.approx(epochs + rest / each[epochs])
+    assert PhasePlan(Phases(epochs=9), steps, []).updates == sum(each[:9])
+
+
+def test_a_plan_of_changing_epochs_tests_at_their_ends() -> None:
+    phases = Phases(epochs=3, test_every_updates=2)
+    plan = PhasePlan(phases, {1: 3, 2: 1}, ["test"])
+    assert plan.epoch_is_unfinished(Progress(epoch=1, windows=2))
+    assert not plan.epoch_is_unfinished(Progress(epoch=1, windows=3))
+    assert not plan.epoch_is_unfinished(Progress(epoch=2, windows=1))
+    assert plan.updates == 5
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn
 
 from phaseloop import ConfigError, Schedule, Warmup
 from phaseloop.engine import registry
+from phaseloop.engine.phase_plan import EpochLengths
 from phaseloop.engine.schedules import (
     Joined,
     Rates,
@@ -27,6 +28,9 @@ from phaseloop.engine.schedules import (
     multi_step,
     step,
 )
+from phaseloop.hooks.learning_rate import LearningRate
+from tests.rigs.probes import RecordingSGD
+from tests.rigs.r0 import r0, train
 
 BASE = 0.3
 STRETCH = Stretch(updates=64, epochs=4)
@@ -255,6 +259,42 @@ def test_parts_in_epochs_fill_what_follows_the_warm_up() -> None:
     assert rates(made, 8, 4) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ConfigError, match=r"\[1, 2\] epochs do not fill the 4 epochs"):
         rates(made, 10, 5)
+
+
+@pytest.mark.parametrize(
+    ("build", "warmup", "expected"),
+    [
+        (multi_step([2, 3], unit="epochs"), None, [1.0] * 8 + [0.1] * 2 + [0.01] * 2),
+        (step(every=2, unit="epochs"), None, [1.0] * 8 + [0.1] * 4),
+        (constant(), Warmup(0.0, epochs=1.5), [k / 6 for k in range(6)] + [1.0] * 6),
+        (composite([{"name": "constant"}, {"name": "linear"}], [2, 2], "epochs"), None,
+         [1.0] * 8 + [1.0, 0.75, 0.5, 0.25]),
+        (composite([{"name": "constant"}, {"name": "linear"}], [1, None], "epochs"),
+         Warmup(0.0, epochs=1), [0, 0.25, 0.5, 0.75] + [1.0] * 4 + [1.0, 0.75, 0.5, 0.25]),
+    ],
+)  # fmt: skip
+def test_epochs_may_be_of_different_lengths(
+    build: Any, warmup: Warmup | None, expected: list[float]
+) -> None:
+    """Two epochs of 4 updates and two of 2: what is said in epochs falls on their borders."""
+    lengths = EpochLengths({1: 4, 3: 2})
+    schedule = Schedule(build, warmup=warmup)
+    schedule.plan(12, 4, lengths)
+    values = [schedule.value(1.0, k, lengths.split(k)[0]) for k in range(12)]
+    assert values == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_task_whose_batch_size_changes_knows_where_its_epochs_begin() -> None:
+    """8 samples in batches of 2, and from epoch 3 on of 4."""
+    task = r0(
+        range(8), {1: 2, 3: 4}, epochs=4, optimizer=RecordingSGD,  # type: ignore[arg-type]
+        schedule=Schedule(multi_step([2, 3], unit="epochs")),
+    )  # fmt: skip
+    train(task, learning_rate=LearningRate())
+    optimizer = task.optimizers["optimizer"]
+    assert isinstance(optimizer, RecordingSGD)
+    used = [rate for (rate,) in optimizer.rates]
+    assert used == pytest.approx([1.0] * 8 + [0.1] * 2 + [0.01] * 2)
 
 
 def test_an_error_names_the_place_of_its_schedule() -> None:

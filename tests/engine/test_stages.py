@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task
+from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task, Warmup
 from phaseloop.engine import durations
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.learning_rate import LearningRate
@@ -266,21 +266,34 @@ def test_a_stage_freezes_for_itself() -> None:
     assert ends.seen == [True, False]
 
 
+LONG_WARMUP = Schedule(cosine(), warmup=Warmup(updates=4))
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
         ([], "phases: give Phases, or a list of stages"),
         ([Phases(epochs=1)], r"phases\.0: a Phases was given where a Stage is due"),
         ([Stage(name="a", epochs=1), Stage(name="a", epochs=1)], "a name of its own"),
-        ([Stage(name="a", epochs=1, repeat=0), Stage(name="b", epochs=1)], r"phases\.0\.repeat: 0"),
-        ([Stage(name="a"), Stage(name="b", epochs=1)], r"phases\.0\.epochs: give a length"),
+        ([Stage(name="a", epochs=1, repeat=0), Stage(name="b", epochs=1)], r"phases\.a\.repeat: 0"),
+        ([Stage(name="a"), Stage(name="b", epochs=1)], r"phases\.a\.epochs: give a length"),
         ([Stage(name="a", epochs=1, test_sets=["tset"])], "no test set is called 'tset'"),
         ([Stage(name="a", epochs=1, freeze=["x.*"])], r"phases\.a\.freeze: the pattern 'x\.\*'"),
+        (
+            [Stage(name="a", epochs=1), Stage(name="b", updates=2, schedule=LONG_WARMUP)],
+            r"schedule\.warmup\.updates: 4 is 2 of the training of 2 updates",
+        ),
+        (
+            [Stage(name="a", epochs=1), Stage(name="b", epochs=1, freeze=["x.*"])],
+            r"phases\.b\.freeze: the pattern",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(stages: Any, message: str) -> None:
+    steps = watch("on_step", lambda t: None)
     with pytest.raises(ConfigError, match=message):
-        train(task_of(stages))
+        train(task_of(stages), steps=steps)
+    assert not steps.seen  # at the start, and not when the stage is reached
 
 
 class Counting:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from phaseloop import ConfigError, Data, PhaseloopError, Phases, Run, Task, TensorData
+from phaseloop import Batch, ConfigError, Data, PhaseloopError, Phases, Run, Stage, Task, TensorData
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.hooks.average import Average
@@ -91,6 +91,58 @@ def test_amp_a_a_skipped_update_moves_no_average() -> None:
     assert average.samples == 5
     # -1, then four times half-way to -2, -3, -4, -5.
     assert averaged(task) == (((-1.5 - 3) / 2 - 4) / 2 - 5) / 2
+
+
+class Two(nn.Module):
+    """Two numbers, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.0))
+        self.b = nn.Parameter(torch.tensor(0.0))
+
+
+class Each:
+    """The loss of each of the two is the number itself."""
+
+    def a(self, model: Two, batch: Batch) -> torch.Tensor:
+        return model.a * 1
+
+    def b(self, model: Two, batch: Batch) -> torch.Tensor:
+        return model.b * 1
+
+
+def test_an_update_of_two_optimizers_is_one_sample() -> None:
+    model = Two()
+    task = Task(
+        model=model,
+        criterion=Each(),  # type: ignore[arg-type]
+        optimizer={n: torch.optim.SGD([getattr(model, n)], lr=1.0) for n in ("a", "b")},
+        train=Data(numbers([1, 1, 1]), 1),
+        train_step="alternating",
+        phases=Phases(epochs=1),
+    )
+    average = Average(decay=0.5)
+    train(task, average=average)
+    assert average.samples == task.progress.updates == 3
+    # Both are -1, -2, -3: the first copied, and then twice half-way.
+    expected = ((-1 - 2) / 2 - 3) / 2
+    averages = task.averages["average"]
+    assert {name: float(v) for name, v in averages.items()} == {"a": expected, "b": expected}
+
+
+def test_a_fraction_is_one_of_all_stages() -> None:
+    task = r0([1, 3], 1, phases=[Stage(name="a", epochs=1), Stage(name="b", epochs=3)])
+    average = Average(kind="swa", every_updates=1, start_fraction=0.75)
+    train(task, average=average)
+    assert task.progress.updates == 8
+    assert average.samples == 2
+
+
+def test_of_a_length_in_time_there_is_no_fraction() -> None:
+    task = r0([1, 3], 1, phases=Phases(time="1h"))
+    with pytest.raises(ConfigError, match=r"start_fraction: of a run whose length is a time"):
+        train(task, average=Average(start_fraction=0.5))
 
 
 class WithBuffers(nn.Module):

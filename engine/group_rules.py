@@ -7,7 +7,7 @@ whether it decays. Parameters with the same three answers share a group.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -72,7 +72,8 @@ class GroupRules:
         for name, rule in self.rules.items():
             place = f"{key}.rules.{name}"
             match = rule.get("match")
-            if not isinstance(match, str) and not _is_list_of_names(match):
+            listed = match if isinstance(match, list) else [match]
+            if not listed or not all(isinstance(pattern, str) for pattern in listed):
                 raise ConfigError(f"{place}.match", f"{match!r} is no pattern, nor a list of them")
             if len(rule) == 1:
                 raise ConfigError(place, "changes nothing: give options, such as lr_scale")
@@ -195,14 +196,17 @@ def _rule_of(
     return taken
 
 
-def _matching(patterns: str | Sequence[str], named: Iterable[str], key: str) -> list[str]:
+def _matching(
+    patterns: str | Sequence[str], named: Iterable[str], key: str, what: str = ""
+) -> list[str]:
     """Names that match one of the patterns, each of which has to match something."""
     names = list(named)
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
-            raise ConfigError(key, f"{pattern!r} matches no parameter. {_near(pattern, names)}")
+            near = _near(pattern, names)
+            raise ConfigError(key, f"{pattern!r} {what}matches no parameter. {near}")
         found += matched
     return list(dict.fromkeys(found))
 
@@ -263,8 +267,10 @@ def _without_decay(
     """Names of the parameters that get no weight decay."""
     found: set[str] = set()
     owners: dict[int, nn.Module] = {}
-    for parameter, owner in _owners(model, criterion):
-        owners.setdefault(id(parameter), owner)
+    for root in (model, *([criterion] if criterion is not None else [])):
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), module)
     kinds: dict[str, Callable[[str, nn.Parameter], bool]] = {
         "norm": lambda name, p: _is_norm(owners[id(p)]),
         "bias": lambda name, p: "bias" in name.split(".")[-1].split("_"),
@@ -275,23 +281,8 @@ def _without_decay(
         if kind in kinds:
             found |= {name for name, p in named.items() if kinds[kind](name, p)}
         else:
-            matched = [name for name in named if fnmatchcase(name, kind)]
-            if not matched:
-                near = _near(kind, list(named))
-                raise ConfigError(
-                    key, f"{kind!r} is not {listing(kinds)}, and matches no parameter. {near}"
-                )
-            found |= set(matched)
+            found |= set(_matching(kind, named, key, f"is not {listing(kinds)}, and "))
     return found
-
-
-def _owners(
-    model: nn.Module, criterion: nn.Module | None
-) -> Iterator[tuple[nn.Parameter, nn.Module]]:
-    for root in (model, criterion):
-        for module in () if root is None else root.modules():
-            for parameter in module.parameters(recurse=False):
-                yield parameter, module
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -306,7 +297,3 @@ def _label(rule: str, layer: str, decays: bool) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)

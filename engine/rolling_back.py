@@ -1,0 +1,73 @@
+"""Rolling back: a run goes on from its last checkpoint, with its data in another order.
+
+What went wrong depends on the order of the samples, and would go wrong again. The number of
+roll-backs is part of what that order is a function of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phaseloop.engine.checkpoint import contents, store
+from phaseloop.engine.errors import NonFiniteError, PhaseloopError
+
+if TYPE_CHECKING:
+    from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+
+def roll_back(task: Task, reason: str, most: int) -> None:
+    """Restore the newest whole checkpoint in this process, and count the roll-back.
+
+    Args:
+        reason: what has gone wrong.
+        most: roll-backs that the run may make.
+
+    Raises:
+        NonFiniteError: there is no checkpoint, or the run has rolled back so often already.
+        PhaseloopError: a hook has a state now and had none then, so that it cannot go back.
+    """
+    done, update = task.progress.roll_backs, task.progress.updates + 1
+    if done >= most:
+        raise NonFiniteError(
+            f"{reason}; the run has rolled back {done} times already "
+            f"(hooks.non_finite.most_roll_backs)"
+        )
+    saved = None
+    if task.folder is not None:
+        saved = next(store.Store(task.folder.checkpoints).whole(), None)
+    if saved is None:
+        raise NonFiniteError(
+            f"{reason}; and there is no checkpoint to roll back to: set run.dir, and "
+            f"hooks.checkpoint.every_updates to one before update {update}"
+        )
+    task.leave_phase()
+    task.drop_batches()
+    now = task.hooks.state_dict()
+    state = contents.restore(task, saved)
+    _check_hooks(now, state["hooks"])
+    task.hooks.load_state_dict(state["hooks"])
+    task.resumed_from = str(saved.path)
+    task.progress.roll_backs = done + 1
+    task.hooks.on_resume(task)
+    contents.restore_random(task, state)
+    log.warning(
+        "rolled back from update %d to %s, and on with another order of the data: %s",
+        update, saved.path.name, reason,
+    )  # fmt: skip
+    task.recorder.later(
+        "roll_back", update=update, to=task.progress.updates, number=done + 1, reason=reason
+    )
+
+
+def _check_hooks(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """A new process would begin without a state; in this one it cannot be taken away."""
+    for name in now:
+        if name not in then:
+            raise PhaseloopError(
+                f"hooks.{name} has a state now and had none at the checkpoint, so it cannot be "
+                f"rolled back; let its state_dict have the same keys from the start"
+            )
