@@ -36,18 +36,19 @@ __all__ = ["replay", "report"]
 log = logging.getLogger("phaseloop")
 
 USAGE = """\
-usage: python tools/replay.py RUN [update=N] [until=M] [json=true] [to=FILE] [key=value ...]
+usage: python tools/replay.py RUN [update=N] [until=M] [key=value ...]
 
   RUN                the run's folder, such as runs/digits; it is only read
   update=N           which update; default: the one that the run's failure names, or else the one
                      after the newest checkpoint
   until=M            updates N to M, a line for each; the first that is not finite is looked at
+  roll_backs=K       as it was when it had rolled back K times; default: as it was in the end
   json=true          print JSON
   to=FILE            write JSON to a file too
   data.train.workers=0   change a key that makes no other training of it
 """
 
-_OWN = re.compile(r"^\+{0,2}(update|until|json|to)=(.*)$", re.DOTALL)
+_OWN = re.compile(r"^\+{0,2}(update|until|roll_backs|json|to)=(.*)$", re.DOTALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +82,7 @@ def _run(words: Sequence[str]) -> int:
         raise ConfigError("to", f"there is no folder {to.parent}")
     overrides = [word for word in rest if word not in folders]
     found = replay(folders[0], _number(own, "update"), until=_number(own, "until"),
-                   overrides=overrides)  # fmt: skip
+                   roll_backs=_number(own, "roll_backs", 0), overrides=overrides)  # fmt: skip
     text = json.dumps(found.plain(), indent=1)
     if to is not None:
         to.write_text(text + "\n")
@@ -89,11 +90,11 @@ def _run(words: Sequence[str]) -> int:
     return DONE
 
 
-def _number(own: Mapping[str, str], key: str) -> int | None:
+def _number(own: Mapping[str, str], key: str, least: int = 1) -> int | None:
     if key not in own:
         return None
-    if not re.fullmatch(r"\d+", own[key]) or int(own[key]) < 1:
-        raise ConfigError(key, f"{own[key]!r} is not the number of an update: 1, 2, ...")
+    if not re.fullmatch(r"\d+", own[key]) or int(own[key]) < least:
+        raise ConfigError(key, f"{own[key]!r} is not a number: {least}, {least + 1}, ...")
     return int(own[key])
 
 
@@ -102,6 +103,7 @@ def replay(
     update: int | None = None,
     *,
     until: int | None = None,
+    roll_backs: int | None = None,
     overrides: Sequence[str] = (),
     make: Make | None = None,
 ) -> Replay:
@@ -113,6 +115,8 @@ def replay(
             checkpoint.
         until: replay every update up to this one, each for a line; looked at is the first of them
             that is not finite.
+        roll_backs: of a run that has rolled back since the checkpoint: as it was when it had done
+            so this often; None: as it was in the end.
         overrides: ``key=value``, as on the command line.
         make: for a run that was made in Python: gives its task and its hooks, anew at each call.
 
@@ -148,7 +152,7 @@ def replay(
         configuration=told,
     )
     with _Quiet():
-        return _replay(found, make, run_folder.path, start.saved, until)
+        return _replay(found, make, run_folder.path, start.saved, until, roll_backs)
 
 
 def _maker(schema: Schema) -> Make:
@@ -162,24 +166,36 @@ def _maker(schema: Schema) -> Make:
 
 
 def _replay(
-    found: Replay, make: Make, folder: Path, start: Saved | None, until: int | None
+    found: Replay,
+    make: Make,
+    folder: Path,
+    start: Saved | None,
+    until: int | None,
+    roll_backs: int | None,
 ) -> Replay:
     from phaseloop.tools import replay_look as looking
     from phaseloop.tools import replay_run as running
 
     number = found.update
     with running.scratch() as scratch:
-        follower = running.Follower(number, until or number, folder, scratch)
+        follower = running.Follower(number, until or number, folder, scratch, roll_backs)
         found.error = running.follow(make, start, follower)
         found.logged, found.differs = follower.logged, follower.differs
+        found.rolled_back = follower.rolled_back
         if until is not None:
             found.lines = follower.lines
             bad = next((line.update for line in follower.lines if not line.finite), None)
             if found.error and bad is None:
                 bad = follower.reached + 1
             if bad is None or bad != number:
-                return found if bad is None else _further(found, make, folder, start, bad)
-        looker = looking.Looker(number)
+                if bad is None:
+                    return found
+                found.update = bad
+                lines = found.lines
+                found = _replay(found, make, folder, start, None, roll_backs)
+                found.lines = lines
+                return found
+        looker = looking.Looker(number, follower.orders)
         begin = follower.snapshot or start
         error = running.follow(looking.uncompiled(make), begin, looker)
         found.error = found.error or error
@@ -189,14 +205,6 @@ def _replay(
     looker.tell(found)
     if found.fault is not None and follower.bad is not None and follower.bad < number:
         found.fault.earlier = follower.bad
-    return found
-
-
-def _further(found: Replay, make: Make, folder: Path, start: Saved | None, bad: int) -> Replay:
-    """Look at the first of a range that is not finite."""
-    lines, found.update = found.lines, bad
-    found = _replay(found, make, folder, start, None)
-    found.lines = lines
     return found
 
 

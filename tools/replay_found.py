@@ -141,6 +141,7 @@ class Replay:
         start: the checkpoint that the replay began at; empty: the beginning of the run.
         passed_over: damaged checkpoints that would have been nearer, with what is wrong.
         configuration: where it was taken from.
+        rolled_back: what the run's log says of its roll-backs on the way.
         lines: with ``until``: every update of the range.
         logged: rows of the run's log that were compared.
         differs: the first difference to a row of the log; empty: none.
@@ -164,6 +165,7 @@ class Replay:
     start: str = ""
     passed_over: list[str] = field(default_factory=list)
     configuration: str = ""
+    rolled_back: list[str] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     logged: int = 0
     differs: str = ""

@@ -36,10 +36,12 @@ class Looker(Follower):
 
     Args:
         update: which.
+        orders: see :class:`Follower`.
     """
 
-    def __init__(self, update: int) -> None:
+    def __init__(self, update: int, orders: dict[int, int]) -> None:
         super().__init__(update, update)
+        self.orders = orders
         self.watch: Watch | None = None
         self.task: Task | None = None
         self.skips: list[str] = []

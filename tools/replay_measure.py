@@ -27,20 +27,25 @@ _PARTS = {
 }
 
 
-def logged(folder: Path, hooks: Mapping[str, Hook]) -> dict[int, dict[str, Any]]:
-    """The rows of a run's log by update, as they stand in its ``metrics.jsonl``."""
-    rows: dict[int, dict[str, Any]] = {}
+def log_rows(folder: Path, hooks: Mapping[str, Hook]) -> list[dict[str, Any]]:
+    """The rows of a run's log, as they stand in its ``metrics.jsonl``."""
+    rows: list[dict[str, Any]] = []
     for hook in hooks.values():
         if not isinstance(hook, MetricsFile) or not (folder / hook.file).is_file():
             continue
         for text in (folder / hook.file).read_text().splitlines():
             try:
-                row = json.loads(text)
+                rows.append(json.loads(text))
             except ValueError:  # a line that is being written
                 continue
-            if row.get("phase") == "train" and any(map(is_loss, row)):
-                rows[row["update"]] = row
     return rows
+
+
+def losses(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of log points, by update."""
+    return {
+        row["update"]: row for row in rows if row["phase"] == "train" and any(map(is_loss, row))
+    }
 
 
 def is_loss(name: str) -> bool:

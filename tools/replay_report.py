@@ -28,6 +28,8 @@ def _start(found: Replay) -> Iterable[tuple[str, str]]:
     for problem in found.passed_over:
         yield "passed over", problem
     yield "configuration", found.configuration
+    for told_of in found.rolled_back:
+        yield "rolled back", told_of
     if found.differs:
         yield "the same", f"no: {found.differs}"
     elif found.logged:

@@ -25,7 +25,7 @@ from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome, Trainer
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.tools.replay_found import Line
-from phaseloop.tools.replay_measure import Clock, Tap, bits, is_loss, logged, rates
+from phaseloop.tools.replay_measure import Clock, Tap, bits, is_loss, log_rows, losses, rates
 
 Make = Callable[[], tuple[Task, Mapping[str, Hook]]]
 """Makes the task of a run and its hooks, anew each time."""
@@ -102,11 +102,14 @@ class Follower(Hook):
         first: the update that is looked at; before it, a snapshot is made in ``scratch``.
         last: the last update.
         folder: of the run, whose log is compared; None: none is.
+        roll_backs: how many of those that the run made are made here too; None: all.
         scratch: a folder of its own; None: no snapshot.
 
     Attributes:
         lines: from the first update that is looked at on.
         bits: checksums of loss and parameters after update ``first``.
+        orders: after an update, the number of the roll-back whose order of the data comes next.
+        rolled_back: what is said of the run's roll-backs.
         snapshot: of the moment before update ``first``.
         bad: the first update, of all, that was not finite.
         seconds: of update ``first``, by part.
@@ -117,7 +120,12 @@ class Follower(Hook):
     saves = True  # a snapshot
 
     def __init__(
-        self, first: int, last: int, folder: Path | None = None, scratch: str | None = None
+        self,
+        first: int,
+        last: int,
+        folder: Path | None = None,
+        scratch: str | None = None,
+        roll_backs: int | None = None,
     ) -> None:
         self.first = first
         self.last = last
@@ -134,6 +142,9 @@ class Follower(Hook):
         self.cold = False
         self.begun = False
         self.reached = 0
+        self.orders: dict[int, int] = {}
+        self.rolled_back: list[str] = []
+        self._roll_backs = roll_backs
         self._folder = folder
         self._rows: dict[int, dict[str, Any]] = {}
         self._scratch = scratch
@@ -143,10 +154,33 @@ class Follower(Hook):
     def prepare(self, task: Task, hooks: Mapping[str, Hook]) -> None:
         """Read the run's log, and stand around the step of every stage."""
         if self._folder is not None:
-            self._rows = logged(self._folder, hooks)
+            self._read_log(log_rows(self._folder, hooks))
         stages = task.stages
         stages.steps = [(Step(step, self), facts) for step, facts in stages.steps]
         task.train_step = stages.steps[0][0]
+
+    def _read_log(self, rows: list[dict[str, Any]]) -> None:
+        begin = 0 if self.start is None else self.start.position[0]
+        self._rows = losses(rows)
+        for row in rows:
+            if row.get("event") != "roll_back" or not begin <= row["to"] < self.last:
+                continue
+            number, to = row["number"], row["to"]
+            self.rolled_back.append(
+                f"from update {row['update']} to {to}, number {number}; what was before it: "
+                f"roll_backs={number - 1}"
+            )
+            if self._roll_backs is None or number <= self._roll_backs:
+                self.orders[to] = number
+            else:  # what the log has after it comes from another order
+                self._rows = {k: kept for k, kept in self._rows.items() if k <= to}
+
+    def _change_order(self, task: Task) -> None:
+        """Where the run went on from a checkpoint in another order, so does the replay."""
+        number = self.orders.get(task.progress.updates, 0)
+        if number > task.progress.roll_backs:
+            task.progress.roll_backs = number
+            task.drop_batches()
 
     def call(self, step: Any, task: Task) -> None:
         """Make a step."""
@@ -158,6 +192,7 @@ class Follower(Hook):
         self.begun = True
         self.reached = task.progress.updates
         self.clock.exact = self.reached >= self.first - 1
+        self._change_order(task)
         if self.start is not None:
             saved = store.load(self.start, contents.STATE)
             changes = forbidden_changes(saved["identity"], task.identity)
@@ -200,6 +235,7 @@ class Follower(Hook):
             self.bits = bits(task)
             self.seconds = {**self.clock.parts, "together": line.seconds}
             self.cold = self._updates == 1
+        self._change_order(task)
         if update == self.first - 1:
             self.clock.exact = True
             if self._scratch is not None:

@@ -29,13 +29,15 @@ from phaseloop import (
 )
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
+from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.tools import replay as program
 from phaseloop.tools.replay import replay, report
 from phaseloop.tools.replay_found import Replay
 from phaseloop.tools.run import DONE, ERROR, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
 from tests.contract.test_opt import gan_task
-from tests.rigs import cli, faults, r1
+from tests.hooks import test_roll_back as rolling
+from tests.rigs import cli, faults, process, r1
 from tests.rigs.faults import BAD, BATCH, UPDATE
 
 SAVES = "hooks.checkpoint={every_updates: 7, keep_last: 2}"
@@ -285,6 +287,32 @@ def test_an_overflow_that_is_a_skip_is_said(tmp_path: Path) -> None:
     assert found.batch == (skipped + 1, r1.UPDATES)
 
 
+def test_a_run_that_rolled_back(tmp_path: Path) -> None:
+    """Update 17 was not finite, and came again from checkpoint 16 in another order."""
+    folder = tmp_path / "run"
+    process.result(rolling.train, folder, save={"keep_last": 9})
+    (event,) = [row for row in rolling.events(folder) if row["number"] == 1]
+    assert (event["update"], event["to"]) == (17, 16)
+
+    def make() -> Any:
+        task = r1.make_task(folder, model=rolling.Network(rolling.pair_of(17)))
+        # The run's probe has drawn random numbers, so it has a part in the training.
+        return task, r1.make_hooks(tmp_path / "probe", non_finite=NonFinite("roll_back"))
+
+    for start in (16, 12):  # with checkpoint 16, and without it
+        found = replay(folder, 17, make=make)
+        assert Path(found.start).name.startswith(f"update_{start:09d}")
+        assert found.line is not None and found.line.loss == losses(folder)[17]
+        assert found.fault is None and found.differs == "" and found.logged == 17 - start
+        before = replay(folder, 17, make=make, roll_backs=0)
+        assert before.fault is not None and before.differs == ""
+        assert before.micro_batches == [rolling._ids()[16]]
+        assert "roll_backs=0" in report(found)
+        if start == 16:
+            for path in (folder / "checkpoints").glob("update_000000016-*"):
+                shutil.rmtree(path)
+
+
 def test_random_states_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path, monkeypatch)
     torch.manual_seed(1)
@@ -310,6 +338,7 @@ def test_a_sample_that_is_infinite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.fault.samples == [BAD] and "as the data has them" in found.fault.samples_are
     assert found.micro_batches == [[4, 5], [BAD, 7]]
     first = found.fault.first
+    assert first is not None and first.module_class == "Dropout"
     assert first is not None and first.kind == "read" and first.source == "the data (input)"
     assert first.micro_batch == 2 and first.stage == "forward"
     assert found.fault.what[0] == "the loss of micro-batch 2"
@@ -517,7 +546,7 @@ def test_wrong_arguments(
         ("configs",): "is not the folder of a run",
         (): "give the folder of one run",
         ("here", "there"): "give the folder of one run",
-        ("here", "update=0"): "update: '0' is not the number of an update",
+        ("here", "update=0"): "update: '0' is not a number: 1, 2, ...",
         ("here", "update=x"): "update: 'x' is not",
         ("here", "update=31"): "there is no update 31: the run is planned for 30",
         ("here", "update=9", "until=31"): "until: there is no update 31",
