@@ -173,12 +173,13 @@ def _replay(
     until: int | None,
     roll_backs: int | None,
 ) -> Replay:
+    from phaseloop.tools import replay_follow as following
     from phaseloop.tools import replay_look as looking
     from phaseloop.tools import replay_run as running
 
     number = found.update
     with running.scratch() as scratch:
-        follower = running.Follower(number, until or number, folder, scratch, roll_backs)
+        follower = following.Follower(number, until or number, folder, scratch, roll_backs)
         found.error = running.follow(make, start, follower)
         found.logged, found.differs = follower.logged, follower.differs
         found.rolled_back = follower.rolled_back

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phaseloop.engine import rng
 from phaseloop.engine.task import Task
+from phaseloop.tools.replay_follow import Follower
 from phaseloop.tools.replay_found import Event, Fault, Line, Replay, Sample
 from phaseloop.tools.replay_report import told
-from phaseloop.tools.replay_run import Follower, Make
+from phaseloop.tools.replay_run import Make
 from phaseloop.tools.replay_samples import alone
 from phaseloop.tools.replay_watch import Watch
 
