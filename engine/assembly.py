@@ -64,8 +64,13 @@ def training_data(task: Task) -> dict[str, Data]:
     found = {} if task.train_data is None else {"data.train": task.train_data}
     for stage in task.whole_phases:
         if stage.train is not None:
-            found[f"phases.{stage.name}.data.train" if stage.name else "data.train"] = stage.train
+            found[_key(stage)] = stage.train
     return found
+
+
+def _key(stage: Stage) -> str:
+    """Where a stage's own training data stands in the configuration."""
+    return f"phases.{stage.name}.data.train" if stage.name else "data.train"
 
 
 def _test_keys(task: Task) -> dict[str, Data]:
@@ -167,7 +172,7 @@ def _make_loaders(task: Task) -> None:
         loader = None if data_of_stage is None else trained[id(data_of_stage)]
         task.stages.loaders.append(loader)
         if loader is not None and facts.one_piece:
-            _check_one_piece(loader)
+            _check_one_piece(loader, "data.train" if stage.train is None else _key(stage))
     if task.stages.loaders[0] is not None:
         task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
 
@@ -206,14 +211,14 @@ def _warn_about_batches(data: Data, loader: Loader, key: str, processes: int) ->
         )
 
 
-def _check_one_piece(loader: Loader) -> None:
+def _check_one_piece(loader: Loader, place: str) -> None:
     """Steps that make several optimizer steps, or call a closure, do so on a whole batch."""
     plans = list(loader.plans.values())
     pieces = max(len(plan.window(0).pieces) for plan in plans)
     if pieces > 1:
         key = "micro_batch_size" if plans[0].accumulate is None else "accumulate"
         raise ConfigError(
-            f"data.train.{key}",
+            f"{place}.{key}",
             f"it cuts a batch into {pieces} micro-batches, and this train step works on whole "
             f"batches only; leave it out",
         )

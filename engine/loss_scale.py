@@ -66,6 +66,11 @@ class Scaler:
             self._scaler.update()
             self._unscaled.clear()
 
+    def forget(self) -> None:
+        """What was found at ``unscale`` counts for nothing: the gradients are made again."""
+        self._scaler.forget()
+        self._unscaled.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """The scale and the count of updates without overflow."""
         return dict(self._scaler.state_dict())
@@ -81,6 +86,10 @@ class _TorchScaler(GradScaler):
     def overflows(self, optimizer: Optimizer) -> list[Tensor]:
         """A flag for each device that holds gradients of ``optimizer``: 1 after an overflow."""
         return list(self._found_inf_per_device(optimizer).values())
+
+    def forget(self) -> None:
+        """As ``update`` leaves it, with the scale as it is."""
+        self._per_optimizer_states.clear()
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -139,6 +139,19 @@ class Recorder:
         self._gauges = dict(state["gauges"])
         self._row, self.due, self.events = None, False, []
 
+    def put_aside(self) -> dict[str, Any]:
+        """What :meth:`put_back` needs; values are not copied, since nobody changes them."""
+        series = {name: (list(s.values), list(s.weights)) for name, s in self._series.items()}
+        return {"series": series, "gauges": dict(self._gauges)}
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Forget the values and gauges that came after :meth:`put_aside`; events stay."""
+        self._series = {}
+        for name, (values, weights) in kept["series"].items():
+            series = self._series[name] = _Series()
+            series.values, series.weights = list(values), list(weights)
+        self._gauges = dict(kept["gauges"])
+
     def _means(self) -> dict[str, float]:
         if not self._series:
             return {}

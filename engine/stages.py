@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
+
+Guard = Callable[[Step], Step]
 
 OWNER = "phases"
 """Who holds frozen what a stage freezes."""
@@ -106,6 +108,7 @@ class Stages:
             for stage in self.given
         ]
         self.loaders: list[Loader | None] = []
+        self._guard: Guard | None = None
         self._check()
 
     @property
@@ -134,7 +137,8 @@ class Stages:
         number = progress.stage
         stage = self.given[number]
         task.phases = stage
-        task.train_step, task.step_facts = self.steps[number]
+        step, task.step_facts = self.steps[number]
+        task.train_step = step if self._guard is None else self._guard(step)
         loader = self.loaders[number] if self.loaders else None
         if loader is not None and not task.test_only:
             task.loaders[TRAIN] = loader
@@ -164,6 +168,11 @@ class Stages:
 
     def _schedule(self, stage: Stage) -> Any:
         return self._task.schedules if stage.schedule is None else stage.schedule
+
+    def guard_steps(self, guard: Guard) -> None:
+        """Have what ``guard`` makes of a step called in its place, in this stage and the next."""
+        self._guard = guard
+        self._task.train_step = guard(self.steps[self._task.progress.stage][0])
 
     def go_on(self) -> bool:
         """Enter the next stage; False: there is none."""

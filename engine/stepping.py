@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from phaseloop.engine.backends import Backend
-from phaseloop.engine.checkpoint.optimizer_state import check_names
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing, nearest
+from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing
 from phaseloop.engine.events import Dispatcher
-from phaseloop.engine.gradients import apply_update, clear, count_groups, optimized
+from phaseloop.engine.gradients import apply_update
 from phaseloop.engine.model_options import ModelOptions, channels_last
 from phaseloop.engine.precision import Precision
-from phaseloop.engine.schedules import Rates
-from phaseloop.engine.settings import Gradients
-from phaseloop.engine.walk import Walk
+from phaseloop.engine.turns import Turns
 
 NO_SCALED_CLOSURE = (
     "an optimizer that calls a closure has to see losses as they are, and float16 scales them; "
@@ -28,20 +23,12 @@ NO_SCALED_CLOSURE = (
 )
 
 
-class Stepping(Walk):
+class Stepping(Turns):
     """The part of a task that a train step talks to.
 
     Attributes:
         changes_input: batches are converted for the model.
-        optimizers: by name; one without a name is called ``optimizer``.
-        every: by name, how often an optimizer steps: at every n-th window.
-        given_options: by name, the options of each group as it was made.
-        clipping: by name, how its gradients are clipped.
-        clips: some are.
-        parameters_of: by name, what it moves.
-        stepping: names of the optimizers that the next update moves.
-        trainable: the parameters of those.
-        gradient_norm: of these parameters before clipping, where ``clip_norm`` is set.
+        gradient_norm: of the gradients before clipping, where ``clip_norm`` is set.
         measuring: losses and outputs are taken in by the meters; off while a closure is called
             again.
     """
@@ -51,24 +38,11 @@ class Stepping(Walk):
     precision: Precision
     model_options: ModelOptions
     changes_input: bool
-    bare_model: nn.Module
-    criterion_module: Any
-    rates: dict[str, Rates]
 
     def __init__(self) -> None:
         super().__init__()
-        self.optimizers: dict[str, Optimizer] = {}
-        self.every: dict[str, int] = {}
-        self.given_options: dict[str, list[dict[str, Any]]] = {}
-        self.has_frequencies = False
-        self.clips = False
-        self.clipping: dict[str, Gradients] = {}
-        self.parameters_of: dict[str, list[nn.Parameter]] = {}
-        self.stepping: tuple[str, ...] = ()
         self.gradient_norm: Tensor | None = None
         self.measuring = True
-        self._chosen = False
-        self._parameters: list[nn.Parameter] = []
 
     @property
     def device(self) -> torch.device:
@@ -298,92 +272,9 @@ class Stepping(Walk):
                 f"hand; use task.only(NAME)",
             )
 
-    def due(self, optimizer: str) -> bool:
-        """Whether an optimizer steps in this window: at every n-th, counted over the run.
-
-        One whose parameters are all frozen does not.
-        """
-        progress = self.progress
-        if (progress.updates + progress.skipped + 1) % self.every[optimizer]:
-            return False
-        return any(p.requires_grad for p in self.parameters_of[optimizer])
-
-    @contextmanager
-    def only(self, *names: str) -> Iterator[None]:
-        """Within it, gradients are made for these optimizers' parameters alone, and
-        ``update`` moves these optimizers alone.
-
-        ``requires_grad`` of every other parameter is put back after it, on an error too; a frozen
-        parameter stays frozen.
-
-        Raises:
-            ConfigError: there is no optimizer of that name.
-        """
-        for name in names:
-            if name not in self.optimizers:
-                raise ConfigError(
-                    "optimizers",
-                    f"none is called {name!r}.{nearest(name, self.optimizers)} "
-                    f"There are: {listing(self.optimizers)}",
-                )
-        before = self.stepping, self.trainable, self._chosen
-        wanted = {id(p) for name in names for p in self.parameters_of[name]}
-        asleep = [p for p in self._parameters if p.requires_grad and id(p) not in wanted]
-        for parameter in asleep:
-            parameter.requires_grad_(False)
-        self._choose(names)
-        self._chosen = True
-        try:
-            yield
-        finally:
-            for parameter in asleep:
-                parameter.requires_grad_(True)
-            self.stepping, self.trainable, self._chosen = before
-
-    def choose_due(self) -> None:
-        """The next update moves the optimizers that are due; those of ``only`` are due anyway."""
-        if not self._chosen:
-            self._choose(tuple(name for name in self.optimizers if self.due(name)))
-            due = {id(p) for p in self.trainable}
-            clear(p for p in self._parameters if id(p) not in due)
-
-    def _choose(self, names: tuple[str, ...]) -> None:
-        self.stepping = names
-        self.trainable = optimized(self.optimizers[name] for name in names)
-
-    def find_parameters(self) -> None:
-        """Look up which parameters the optimizers move, again after a group was added.
-
-        Raises:
-            PhaseloopError: one of them has no name, since it is neither the model's nor the
-                criterion's.
-        """
-        names = self.parameter_names()
-        for name, optimizer in self.optimizers.items():
-            check_names(optimizer, names)
-            self.parameters_of[name] = optimized([optimizer])
-        self.groups = count_groups(self.optimizers)
-        self._parameters = list(self.bare_model.parameters())
-        if isinstance(self.criterion_module, nn.Module):
-            self._parameters += self.criterion_module.parameters()
-        self._choose(self.stepping if self._chosen else tuple(self.optimizers))
-
-    def take_added_groups(self) -> None:
-        """At a window's start: move what a hook has added to an optimizer, to unfreeze it, say.
-
-        What its parameters gathered while no optimizer had them is no part of any update.
-        """
-        if count_groups(self.optimizers) != self.groups:
-            self.find_parameters()
-            clear(self.trainable)
-
     def skip_update(self, reason: str) -> None:
         """In ``on_gradients``: leave the parameters as they are at this update."""
         self.skip_reason = reason
-
-    def parameter_names(self) -> dict[int, str]:
-        """``id`` of every parameter to its name; implemented by the task."""
-        raise NotImplementedError
 
 
 def loss_of(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -1,13 +1,12 @@
-"""Walking through the phases: which comes next, which batch comes next, and what a step moves.
+"""Walking through the phases: which comes next, and which batch comes next.
 
-All that a run's position consists of is moved here, in :meth:`Walk.commit` and at the borders of
-phases, so that nothing can ever be saved half-moved.
+All that a run's position consists of is moved here, at the borders of phases, and in
+:meth:`~phaseloop.engine.committing.Committing.commit` after a step.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,12 +14,12 @@ import torch
 from torch import nn
 
 from phaseloop.engine.accumulator import Accumulator
+from phaseloop.engine.committing import Committing
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
@@ -35,13 +34,14 @@ if TYPE_CHECKING:
     from phaseloop.engine.stages import Stages
     from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
+    from phaseloop.engine.window_start import WindowStart
 
 log = logging.getLogger("phaseloop")
 
 _HOPELESS = 20  # so many windows skipped in a row may still be a loss scale that settles
 
 
-class Walk:
+class Walk(Committing):
     """The part of a task that moves.
 
     Attributes:
@@ -56,8 +56,8 @@ class Walk:
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
-        moved: names of the optimizers that this window has moved.
         changed: something has moved since the last checkpoint was written or read.
+        window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
     progress: Progress
@@ -79,14 +79,13 @@ class Walk:
     precision: Precision
 
     def __init__(self) -> None:
+        super().__init__()
         self.phase = Phase(TRAIN, True, 0, 0)
         self.train = True
         self.updated = False
         self.loss: torch.Tensor | None = None
         self.output: Any = None
         self.batch: Batch | None = None
-        self.moved: set[str] = set()
-        self.skip_reason: str | None = None
         self.stop_reason = ""
         self.carry: Any = None
         self._train_carry: Any = None
@@ -95,15 +94,13 @@ class Walk:
         self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
         self._window: list[Batch] = []
-        self._skips: list[dict[str, str]] = []
-        self._last_skip = ""
-        self._clock: float | None = None
         self._roll_back: tuple[str, int] | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
+        self.window_start: WindowStart | None = None
 
     # --- between phases ---
 
@@ -306,7 +303,7 @@ class Walk:
     def _fetch(self) -> bool:
         if self._batches is None:
             progress, phase = self.progress, self.phase
-            first = progress.windows if phase.train else 0
+            first = progress.windows if phase.train else phase.position
             self._batches = self.loaders[phase.name].batches(
                 progress.epoch, progress.roll_backs, first
             )
@@ -325,6 +322,8 @@ class Walk:
             accumulator.begin(window)
             if self.train:
                 self.take_added_groups()
+            if self.window_start is not None:
+                self.window_start.put_aside()
         accumulator.taken += 1
         if self.step_facts.takes_window:
             batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
@@ -336,86 +335,22 @@ class Walk:
             self.step_is_empty = batch is None
         return True
 
-    # --- after a step ---
+    def drop_attempt(self) -> None:
+        """Let go of what the attempt at a window holds: batches, output, loss."""
+        self.output = self.batch = self.loss = self._pending = self._batches = None
+        self._window, self._skips = [], []
+        self.accumulator.begin_pass()
 
-    def commit(self: Task) -> None:  # type: ignore[misc]
-        """Move everything that a step moves: the one place where progress changes."""
-        if self.loss is not None:
-            self.loss = self.loss.detach()
-        self._pending = None
-        accumulator = self.accumulator
-        if not self.train:
-            if accumulator.full:
-                accumulator.closed = True
-                self.phase.position += 1
-            return
-        progress = self.progress
-        self.changed = True
-        takes_window = self.step_facts.takes_window
-        progress.steps += accumulator.taken if takes_window else 1
-        if not accumulator.full:
-            return
-        if not accumulator.applied or takes_window:
-            self._close_window()
-        if self.precision.scaler is not None:
-            self.precision.scaler.update()
-        accumulator.closed = True
-        progress.windows += 1
-        progress.samples += accumulator.window.samples
-        self.phase.position += 1
-        if self.updated:
-            progress.updates += 1
-            progress.skipped_in_a_row = 0
-            progress.saves = 0
-            for name in self.moved:
-                progress.moved[name] = progress.moved.get(name, 0) + 1
-            self.moved.clear()
-            self.recorder.tick(progress.updates)
-            if self.plan.keeps_time:
-                self._keep_time()
-            if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
-                self.make_tests_due()
-        else:
-            progress.skipped += 1
-            progress.skipped_in_a_row += 1
-        if self._skips:
-            self._record_skips()
+    def fetch_again(self) -> None:
+        """Begin the window at hand anew, in the pieces that its loader cuts it into now.
 
-    def _keep_time(self) -> None:
-        """Add the wall time since the last call; the first in a process begins to count."""
-        now = time.monotonic()
-        if self._clock is not None:
-            self.progress.seconds += now - self._clock
-        self._clock = now
-
-    def _close_window(self: Task) -> None:  # type: ignore[misc]
-        """What the step has left open: its last micro-batch may have had no part in the window."""
-        if self.step_facts.takes_window:
-            for parameters in self.parameters_of.values():
-                clear(parameters)
-            self._window = []
-            if not self.updated and not self._skips:
-                self.note_skip("the step moved no optimizer")
-        elif self.accumulator.has_gradients:
-            apply_update(self)
-        else:
-            self.note_skip("no micro-batch of it gave a loss")
-            clear(self.trainable)
-
-    def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]
-        """An optimizer, or all at hand, were left out of this window's update."""
-        if not optimizer and len(self.optimizers) > 1:
-            optimizer = ", ".join(self.stepping)
-        self._skips.append({"reason": reason, **({"optimizer": optimizer} if optimizer else {})})
-
-    def _record_skips(self) -> None:
-        update = self.progress.updates + (not self.updated)
-        for skip in self._skips:
-            name = f" for {skip['optimizer']}" if "optimizer" in skip else ""
-            log.warning("update %d was skipped%s: %s", update, name, skip["reason"])
-            self.recorder.event("skip", update=update, **skip)
-        self._last_skip = self._skips[-1]["reason"]
-        self._skips = []
+        Its first micro-batch is fetched, as :meth:`has_batch` does; ``window_start`` has put back
+        what the attempt before has changed.
+        """
+        plan = self.loaders[self.phase.name].plan_of(self.progress.epoch)
+        # Open from here on: waiting for the data is no border that a signal could end the run at.
+        self.accumulator.begin(plan.window(self.phase.position))
+        self._fetch()
 
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""

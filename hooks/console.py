@@ -183,7 +183,8 @@ def _nothing_done(task: Task, outcome: Outcome) -> Rows:
     amount = f"after {counted(outcome.updates, 'update')}"
     if outcome.status == "finished":
         lengths = {name: getattr(task.phases, name) for name in LENGTHS}
-        stage = f"{task.stages.label(task.progress.stage)}." if task.stages.several else ""
+        number = task.progress.stage
+        stage = f"{task.stages.given[number].name}." if task.stages.several else ""
         keys = [f"phases.{stage}{key} (now {n})" for key, n in lengths.items() if n is not None]
         first = ("already finished", f"{amount}: nothing to do")
         more = f"the same command with a larger {' or '.join(keys)}"

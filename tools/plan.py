@@ -10,7 +10,7 @@ from phaseloop.engine.config.build import Built
 from phaseloop.engine.events import EVENTS, Dispatcher
 from phaseloop.engine.model_summary import summarize_task
 from phaseloop.engine.phases import TRAIN
-from phaseloop.engine.report import by_epoch
+from phaseloop.engine.report import by_epoch, counted
 from phaseloop.engine.task import Task
 
 _POINTS = 400  # more than a picture has pixels to show
@@ -44,7 +44,8 @@ def _phase_lines(task: Task) -> Iterator[str]:
                 f"{cut.window(cut.windows - 1).samples}"
             )
     for name, loader in task.loaders.items():
-        yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
+        batches = f"{loader.windows:,} batch{'' if loader.windows == 1 else 'es'}"
+        yield f"data        {name}: {counted(loader.samples, 'sample')} in {batches}"
     if plan.test_sets and not task.stages.several:
         cadence = plan_report.cadence(plan).removeprefix("test ")
         yield f"testing     {f'{cadence}, and after the last update' if cadence else 'never'}"

@@ -66,6 +66,9 @@ class Backend:
         """Peak bytes allocated on the device since the start; 0 where that is not known."""
         return 0
 
+    def free_memory(self) -> None:
+        """Give back what the device's allocator holds and nobody uses."""
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place."""
         return tensor

@@ -61,3 +61,7 @@ class Single(Backend):
 
     def memory(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def free_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ MAY_CHANGE = (
     "phases.*.test_every_epochs", "phases.*.test_every_updates", "phases.*.test_every_time",
     "phases.*.test_at_start", "phases.*.test_sets",
     "run", "backend", "launch", "plan", "only", "weights", "debug.fast", "imports", "allow_targets",
-    "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite",
+    "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite", "hooks.fit_memory",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
     "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.settings import LossScale
 
 if TYPE_CHECKING:
     from phaseloop.engine.stages import Stage
@@ -33,6 +34,8 @@ def identity(task: Task) -> dict[str, Any]:
         "optimizers": {name: _options(optimizer) for name, optimizer in task.optimizers.items()},
         **task.model_options.facts(),
     }
+    if task.precision.name == "float16":
+        facts["loss_scale"] = dataclasses.asdict(task.precision.loss_scale or LossScale())
     if task.freezing.for_good():
         facts["freeze"] = task.freezing.for_good()
     data = task.train_data

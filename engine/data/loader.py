@@ -48,6 +48,7 @@ class Loader:
 
     Attributes:
         samples: positions in an epoch.
+        key: where the set stands in the configuration.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Loader:
         if data.first is None:
             data.open(seed, key)
         self._data = data
+        self.key = key
         self._train = train
         self._source = source
         self._seed = seed
-        self._key = key
         self._device = device
         self._pinned = _pins(data, device)
         self._repeat = repeat
@@ -115,6 +116,12 @@ class Loader:
         """How one epoch is cut."""
         return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
 
+    def cut_smaller(self, largest: int) -> None:
+        """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
+        self._plans = {
+            first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
+        }
+
     def batches(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
 
@@ -136,7 +143,7 @@ class Loader:
 
         Neither moves the other: the epoch at hand goes on as if nobody else had read.
         """
-        return Loader(
+        other = Loader(
             dataclasses.replace(self._data, workers=0, pin_memory=None),
             train=self._train,
             source=self._source,
@@ -144,10 +151,13 @@ class Loader:
             device=self._device,
             world_size=self.plan.world_size,
             rank=self.plan.rank,
-            key=self._key,
+            key=self.key,
             at_most=self.plan.at_most,
             repeat=self._repeat,
         )
+        if self.plan.largest is not None:
+            other.cut_smaller(self.plan.largest)
+        return other
 
     def put_back(self) -> None:
         """Give this process its generators back, if they are still set for reading.

@@ -61,6 +61,7 @@ class BatchPlan:
         stand_ins: give a process that is short of a micro-batch the batch's first sample with
             weight 0, so that all make the same number of passes; otherwise it gets nothing.
         at_most: leave out all batches but the first so many.
+        largest: more samples than this never go through the model at once, whatever the two say.
     """
 
     samples: int
@@ -72,6 +73,7 @@ class BatchPlan:
     rank: int = 0
     stand_ins: bool = True
     at_most: int | None = None
+    largest: int | None = None
 
     @property
     def windows(self) -> int:
@@ -100,5 +102,9 @@ class BatchPlan:
     def _pieces(self, share: int) -> int:
         """Into how many micro-batches the largest share is cut."""
         if self.accumulate is not None:
-            return min(self.accumulate, share)
-        return 1 if self.micro_batch_size is None else -(-share // self.micro_batch_size)
+            pieces = min(self.accumulate, share)
+        elif self.micro_batch_size is not None:
+            pieces = -(-share // self.micro_batch_size)
+        else:
+            pieces = 1
+        return pieces if self.largest is None else max(pieces, -(-share // self.largest))

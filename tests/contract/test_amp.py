@@ -24,6 +24,7 @@ from phaseloop import (
 )
 from phaseloop.engine.schedules import linear
 from phaseloop.hooks.average import Average
+from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import equal, process, r1
@@ -196,3 +197,11 @@ def test_res_j_the_scale_grows_and_its_count_is_resumed(tmp_path: Path) -> None:
 
     process.result(r1.train, folder, probe_of(folder), **options)
     assert_eq(undisturbed(**options), folder)
+
+
+def test_res_j_another_loss_scale_is_another_training(tmp_path: Path) -> None:
+    """The scale that a checkpoint holds would take the place of the one that was given."""
+    train(r1.make_task(tmp_path, precision=scaled(initial=1024), epochs=1), save=Checkpoint())
+    other = r1.make_task(tmp_path, precision=scaled(initial=2048), epochs=2)
+    with pytest.raises(ConfigError, match=r"loss_scale\.initial: 1024 -> 2048"):
+        train(other)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import Batch, ConfigError, Data, Phases, Schedule, Task, TensorData, Trainer
+from phaseloop import (
+    Batch,
+    ConfigError,
+    Data,
+    Phases,
+    Schedule,
+    Stage,
+    Task,
+    TensorData,
+    Trainer,
+)
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
@@ -386,13 +396,13 @@ def sequences() -> tuple[Tensor, Tensor]:
 
 def sequence_task(model: nn.Module, stateful: bool = False, **options: Any) -> Task:
     data = options.pop("data", {})
+    options.setdefault("phases", Phases(epochs=2))
     return Task(
         model=model,
         criterion=nn.MSELoss(),
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
         train=Data(TensorData(*sequences()), 4, shuffle=False, **data),
         train_step=TruncatedBackpropagation(PIECE, stateful=stateful),
-        phases=Phases(epochs=2),
         **options,
     )
 
@@ -458,6 +468,14 @@ def test_opt_d_the_reported_loss_is_the_mean_over_all_time_steps() -> None:
 def test_opt_d_micro_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="cuts a batch into 2 micro-batches"):
         train(sequence_task(Recurrent("tuple"), data={"micro_batch_size": 2}))
+
+
+def test_opt_d_micro_batches_of_a_stages_own_data_are_named_there() -> None:
+    cut = Data(TensorData(*sequences()), 4, micro_batch_size=2)
+    stages = [Stage(name="plain", updates=1), Stage(name="cut", updates=1, train=cut)]
+    task = sequence_task(Recurrent("tuple"), phases=stages)
+    with pytest.raises(ConfigError, match=r"phases\.cut\.data\.train\.micro_batch_size: it cuts"):
+        train(task)
 
 
 def test_opt_d_data_without_time_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from phaseloop import Data, Phases, Task, Trainer, default_hooks
+from phaseloop import Data, Phases, Stage, Task, Trainer, default_hooks
 from phaseloop.engine.backends import Single
 from phaseloop.hooks.console import Console
 from phaseloop.hooks.early_stop import EarlyStop
@@ -176,6 +176,13 @@ def test_an_already_finished_run_says_how_to_go_on(capsys, tmp_path):
     assert not epoch_lines(lines)
     more = train(capsys, tmp_path, test=True, epochs=4)
     assert value_of(more, "finished").startswith("40 updates, 4 epochs")
+
+
+def test_an_already_finished_run_in_stages_names_the_key_of_the_last(capsys, tmp_path):
+    stages = [Stage(name="warm", updates=2), Stage(name="main", updates=2, repeat=2)]
+    train(capsys, tmp_path, phases=stages)
+    lines = train(capsys, tmp_path, phases=stages)
+    assert "phases.main.updates (now 2)" in value_of(lines, "to go on")
 
 
 def test_a_stop_that_still_holds_says_so(capsys, tmp_path):

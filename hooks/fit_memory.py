@@ -1,0 +1,186 @@
+"""Hook ``fit_memory``: out of memory, the micro-batch is halved and the update begun again."""
+
+import gc
+import logging
+from typing import Any
+
+import torch
+
+from phaseloop.engine.assembly import training_data
+from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.plan import Window
+from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.events import Hook
+from phaseloop.engine.registry import register_hook
+from phaseloop.engine.step_facts import Step
+from phaseloop.engine.task import Task
+from phaseloop.engine.window_start import WindowStart
+
+log = logging.getLogger("phaseloop")
+
+# What cuBLAS says where torch's allocator has left no memory to it.
+_ALSO = "CUBLAS_STATUS_ALLOC_FAILED"
+
+
+@register_hook("fit_memory")
+class FitMemory(Hook):
+    """Finds the largest micro-batch that fits, by halving, in train phases and in tests.
+
+    The batch at hand is done again from its start, in more pieces; what the broken attempt has
+    changed is put back before (see :class:`WindowStart`). The size found holds for the rest of
+    the run, for that set of samples, and is in the checkpoint.
+
+    Args:
+        least: smallest micro-batch to go down to.
+
+    Raises:
+        ConfigError: ``least`` is less than 1.
+        torch.OutOfMemoryError: from the train step, where nothing smaller is left, or an
+            optimizer has already stepped in the batch; the message says which.
+
+    Attributes:
+        sizes: by the place of a set in the configuration, such as ``data.train``, the size found.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        if least < 1:
+            raise ConfigError("hooks.fit_memory.least", f"{least} is less than 1")
+        self.least = least
+        self.sizes: dict[str, int] = {}
+
+    def on_start(self, task: Task) -> None:
+        self._check(task)
+        self.sizes = {}
+        task.window_start = WindowStart(task)
+        task.stages.guard_steps(self._guarded)
+
+    def on_resume(self, task: Task) -> None:
+        for loader in _loaders(task):
+            if loader.key in self.sizes:
+                loader.cut_smaller(self.sizes[loader.key])
+
+    def on_end(self, task: Task, outcome: Any) -> None:
+        if task.window_start is not None:
+            task.window_start.let_go()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": dict(self.sizes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, size in state["sizes"].items():  # a size found since that state stays found
+            self.sizes[key] = min(size, self.sizes.get(key, size))
+
+    def _check(self, task: Task) -> None:
+        key = f"hooks.{self.name}"
+        if task.window_start is not None:
+            raise ConfigError(key, "there is another hook of this kind; leave one out")
+        if task.backend.world_size > 1:
+            raise ConfigError(
+                key, "it is for one process: several would have to agree on a size, and do not yet"
+            )
+        for number, (_, facts) in enumerate(task.stages.steps):
+            if facts.one_piece:
+                stage = f" of stage {task.stages.label(number)}" if task.stages.several else ""
+                raise ConfigError(
+                    key,
+                    f"the train step{stage} works on whole batches only, which cannot be cut; "
+                    f"leave the hook out, and make data.train.batch_size smaller",
+                )
+        for place, data in training_data(task).items():
+            if data.batch_transform is not None:
+                log.warning(
+                    "%s.batch_transform mixes samples of one micro-batch: where hooks.%s makes "
+                    "these smaller, that is another update",
+                    place,
+                    self.name,
+                )
+
+    def _guarded(self, step: Step) -> Step:
+        def guarded(task: Task) -> None:
+            while True:
+                try:
+                    step(task)
+                    return
+                except RuntimeError as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                    size = self._smaller(task, error)
+                # Behind the error: its frames hold on to batch, output and graph.
+                self._begin_again(task, size)
+                if task.step_is_empty:  # the collate function has nothing for the first piece
+                    return
+
+        return guarded
+
+    def _smaller(self, task: Task, error: BaseException) -> int:
+        """The size to go on with: the one place that decides.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        assert task.window_start is not None
+        size = _largest(task.accumulator.window)
+        smaller = max(self.least, -(-size // 2))
+        why = task.window_start.why_not()
+        if smaller >= size:
+            why = "there are no smaller ones"
+            if self.least > 1:
+                why = f"hooks.{self.name}.least={self.least} allows no smaller ones"
+        elif why:
+            key = task.loaders[task.phase.name].key
+            why = f"{why}; resume with {key}.micro_batch_size={smaller}"
+        if why:
+            first_line = str(error).split("\n", 1)[0]
+            raise torch.OutOfMemoryError(f"{_where(task, size)}: {why} ({first_line})") from error
+        return smaller
+
+    def _begin_again(self, task: Task, size: int) -> None:
+        assert task.window_start is not None
+        loader = task.loaders[task.phase.name]
+        before = _largest(task.accumulator.window)
+        self._tell(task, loader, before, size)
+        task.drop_attempt()
+        gc.collect()
+        task.window_start.put_back()
+        task.backend.free_memory()
+        loader.cut_smaller(size)
+        self.sizes[loader.key] = size
+        task.fetch_again()
+
+    def _tell(self, task: Task, loader: Loader, before: int, size: int) -> None:
+        log.warning(
+            "%s: now %d; set %s.micro_batch_size=%d%s to start so",
+            _where(task, before),
+            size,
+            loader.key,
+            size,
+            "" if loader.plan.accumulate is None else " in place of accumulate",
+        )
+        task.recorder.event(
+            "fit_memory",
+            update=task.progress.updates + task.train,
+            data=loader.key,
+            before=before,
+            micro_batch_size=size,
+        )
+
+
+def _loaders(task: Task) -> list[Loader]:
+    """Of every set, those of other stages too."""
+    trained = [loader for loader in task.stages.loaders if loader is not None]
+    return list({id(x): x for x in [*task.loaders.values(), *trained]}.values())
+
+
+def _largest(window: Window) -> int:
+    """Samples in the largest micro-batch."""
+    return max(piece.stop - piece.start for piece in window.pieces)
+
+
+def _where(task: Task, size: int) -> str:
+    update = task.progress.updates
+    place = f"at update {update + 1}" if task.train else f"in {task.phase.name} at update {update}"
+    return f"out of memory {place} with micro-batches of {size}"
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _ALSO in str(error)
