@@ -63,8 +63,11 @@ class Trainer:
         self._begun = False
         self._running = False
 
-    def train(self) -> Outcome:
+    def train(self, start: Saved | None = None) -> Outcome:
         """Train from where the run's folder stands to the end.
+
+        Args:
+            start: a verified checkpoint to start from, whatever the folder holds.
 
         Returns:
             How it ended: finished, or stopped by a signal or a request.
@@ -72,6 +75,7 @@ class Trainer:
         Raises:
             Whatever user code raised; hooks have seen it, and ``status.json`` says failed.
         """
+        self._start_from = start
         return self._run()
 
     def test(self, saved: Saved) -> Outcome:
