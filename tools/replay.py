@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from phaseloop.engine.errors import ConfigError
-from phaseloop.tools.replay_report import report
+from phaseloop.tools.replaying.report import report
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.config.schema import Schema
     from phaseloop.engine.events import Hook
     from phaseloop.engine.task import Task
-    from phaseloop.tools.replay_found import Replay
-    from phaseloop.tools.replay_run import Make
+    from phaseloop.tools.replaying.found import Replay
+    from phaseloop.tools.replaying.run import Make
 
 __all__ = ["replay", "report"]
 
@@ -127,8 +127,8 @@ def replay(
     """
     import phaseloop.hooks
     import phaseloop.train_steps  # noqa: F401 registers the steps
-    from phaseloop.tools import replay_find as finding
-    from phaseloop.tools.replay_found import Replay
+    from phaseloop.tools.replaying import find as finding
+    from phaseloop.tools.replaying.found import Replay
 
     run_folder = finding.run_folder(str(folder))
     number = finding.default_update(run_folder) if update is None else update
@@ -173,9 +173,9 @@ def _replay(
     until: int | None,
     roll_backs: int | None,
 ) -> Replay:
-    from phaseloop.tools import replay_follow as following
-    from phaseloop.tools import replay_look as looking
-    from phaseloop.tools import replay_run as running
+    from phaseloop.tools.replaying import follow as following
+    from phaseloop.tools.replaying import look as looking
+    from phaseloop.tools.replaying import run as running
 
     number = found.update
     with running.scratch() as scratch:

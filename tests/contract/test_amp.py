@@ -125,20 +125,21 @@ def test_amp_the_forward_is_in_half_precision_and_the_loss_is_not() -> None:
     assert model.weight.dtype == torch.float32
 
 
-def test_amp_two_optimizers_overflow_one_by_one() -> None:
-    """a sees 1 and inf, b sees 1 and 1: b moves twice, a once; the scale falls once."""
+class Pair(nn.Module):
+    """Two weights, each with its own input."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(()))
-            self.b = nn.Parameter(torch.zeros(()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(()))
+        self.b = nn.Parameter(torch.zeros(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a * x[:, 0] + self.b * x[:, 1]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * x[:, 0] + self.b * x[:, 1]
 
-    model = Pair()
-    task = Task(
+
+def pair_task(model: Pair) -> Task:
+    """a sees 1 and inf, b sees 1 and 1."""
+    return Task(
         model=model,
         criterion=lambda output, target: output.mean(),
         optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
@@ -146,6 +147,12 @@ def test_amp_two_optimizers_overflow_one_by_one() -> None:
         phases=Phases(epochs=1),
         precision=scaled(),
     )
+
+
+def test_amp_two_optimizers_overflow_one_by_one() -> None:
+    """b moves twice, a once; the scale falls once."""
+    model = Pair()
+    task = pair_task(model)
     events = watch("on_step", lambda t: list(t.recorder.events))
     assert train(task, events=events).updates == 2
     assert (model.a.item(), model.b.item()) == (-1, -2)
@@ -155,6 +162,13 @@ def test_amp_two_optimizers_overflow_one_by_one() -> None:
         {"event": "skip", "update": 2, "reason": "gradients overflowed at loss scale 1024",
          "optimizer": "a"}
     ]  # fmt: skip
+
+
+def test_amp_what_has_overflowed_is_no_fault_of_the_others() -> None:
+    """The policy skip looks at what is used: b moves, though a's gradients are infinite."""
+    model = Pair()
+    train(pair_task(model), non_finite=NonFinite("skip"))
+    assert (model.a.item(), model.b.item()) == (-1, -2)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from phaseloop.engine.run_folder import RunFolder
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.tools import replay as program
 from phaseloop.tools.replay import replay, report
-from phaseloop.tools.replay_found import Replay
+from phaseloop.tools.replaying.found import Replay
 from phaseloop.tools.run import DONE, ERROR, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
 from tests.contract.test_opt import gan_task

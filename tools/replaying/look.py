@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phaseloop.engine import rng
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_follow import Follower
-from phaseloop.tools.replay_found import Event, Fault, Line, Replay, Sample
-from phaseloop.tools.replay_report import told
-from phaseloop.tools.replay_run import Make
-from phaseloop.tools.replay_samples import alone
-from phaseloop.tools.replay_watch import Watch
+from phaseloop.tools.replaying.follow import Follower
+from phaseloop.tools.replaying.found import Event, Fault, Line, Replay, Sample
+from phaseloop.tools.replaying.report import told
+from phaseloop.tools.replaying.run import Make
+from phaseloop.tools.replaying.samples import alone
+from phaseloop.tools.replaying.watch import Watch
 
 
 def uncompiled(make: Make) -> Make:

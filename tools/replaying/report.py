@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from phaseloop.tools.replay_found import Event, Replay, Sample
+from phaseloop.tools.replaying.found import Event, Replay, Sample
 
 _SHOWN = 10
 

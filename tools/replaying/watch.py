@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_found import BadData, Event
-from phaseloop.tools.replay_measure import Clock
-from phaseloop.tools.replay_places import Places
-from phaseloop.tools.replay_samples import bad_data, ids, roots
-from phaseloop.tools.replay_values import (
+from phaseloop.tools.replaying.found import BadData, Event
+from phaseloop.tools.replaying.measure import Clock
+from phaseloop.tools.replaying.places import Places
+from phaseloop.tools.replaying.samples import bad_data, ids, roots
+from phaseloop.tools.replaying.values import (
     bad_rows,
     count_bad,
     line_of,

@@ -14,8 +14,8 @@ from phaseloop.engine.events import Hook
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome, Trainer
 from phaseloop.hooks.non_finite import NonFinite
-from phaseloop.tools.replay_follow import Follower, no_such_update
-from phaseloop.tools.replay_measure import Tap
+from phaseloop.tools.replaying.follow import Follower, no_such_update
+from phaseloop.tools.replaying.measure import Tap
 
 Make = Callable[[], tuple[Task, Mapping[str, Hook]]]
 """Makes the task of a run and its hooks, anew each time."""

@@ -13,8 +13,8 @@ from phaseloop.engine import registry
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.stepping import loss_of
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_found import BadData, Sample
-from phaseloop.tools.replay_values import bad_rows, count_bad, state_of
+from phaseloop.tools.replaying.found import BadData, Sample
+from phaseloop.tools.replaying.values import bad_rows, count_bad, state_of
 
 _KNOWN_STEPS = ("standard", "closure")
 

@@ -18,8 +18,8 @@ from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.recorder import POSITION
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_found import Line
-from phaseloop.tools.replay_measure import Clock, Tap, bits, is_loss, log_rows, losses, rates
+from phaseloop.tools.replaying.found import Line
+from phaseloop.tools.replaying.measure import Clock, Tap, bits, is_loss, log_rows, losses, rates
 
 REPLAYED = "replayed"
 

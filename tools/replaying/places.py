@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from phaseloop.engine.task import Task
-from phaseloop.tools.replay_samples import roots
-from phaseloop.tools.replay_values import place_of, state_of
+from phaseloop.tools.replaying.samples import roots
+from phaseloop.tools.replaying.values import place_of, state_of
 
 
 class Places:
