@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from phaseloop.engine.errors import ConfigError
 
@@ -10,7 +11,7 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([dhms])\s*")
 
 
-def seconds(text: str, key: str) -> float:
+def seconds(text: Any, key: str) -> float:
     """Seconds of a duration such as ``2d``, ``1h 30m`` or ``90s``.
 
     Args:

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phaseloop.engine import durations
 from phaseloop.engine.phases import Phases
@@ -256,5 +256,5 @@ class PhasePlan:
 _ROUNDING = 1e-9  # .1 * 30 is a little more than 3
 
 
-def _seconds(text: str | None) -> float | None:
+def _seconds(text: Any) -> float | None:
     return None if text is None else durations.seconds(text, "phases.time")

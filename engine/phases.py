@@ -34,12 +34,12 @@ class Phases:
 
     epochs: int | float | None = None
     updates: int | None = None
-    time: str | None = None
+    time: str | int | float | None = None  # a number has no unit, and is refused with that word
     min_epochs: int = 0
     min_updates: int = 0
     test_every_epochs: int | float | None = 1
     test_every_updates: int | None = None
-    test_every_time: str | None = None
+    test_every_time: str | int | float | None = None
     test_at_start: bool = False
 
     def check(self, key: str = "phases") -> None:

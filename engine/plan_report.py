@@ -20,7 +20,7 @@ def length(plan: PhasePlan) -> str:
         windows = by_epoch(plan.lengths.steps)
         parts.append(f"{counted(plan.updates, 'update')} in {epochs} of {windows}")
     if plan.phases.time is not None:
-        parts.append(f"at most {plan.phases.time}" if parts else plan.phases.time)
+        parts.append(f"at most {plan.phases.time}" if parts else str(plan.phases.time))
     return ", ".join(parts) or "nothing"
 
 

@@ -155,7 +155,7 @@ class Components:
                 raise ConfigError(
                     f"{key}.{option}",
                     f"{label} takes no option {option!r}.{nearest(option, [*named, *extra])} "
-                    f"It takes: {listing(named)}",
+                    f"It takes: {listing([*named, *extra])}",
                 )
         for option, parameter in named.items():
             if parameter.default is parameter.empty and option not in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,10 +37,16 @@ _TORCHS = {
 }
 
 
-def check_optimizer(spec: Component, components: Components, key: str = "optimizer") -> None:
-    """Raises ConfigError for what is wrong with an optimizer's options or group rules."""
+def check_optimizer(
+    spec: Component, components: Components, key: str = "optimizer", extra: Sequence[str] = ()
+) -> None:
+    """Raises ConfigError for what is wrong with an optimizer's options or group rules.
+
+    Args:
+        extra: further options that the engine takes for itself.
+    """
     _group_rules(spec, key)
-    components.check(spec, registry.optimizers, key, given=1, extra=("groups",))
+    components.check(spec, registry.optimizers, key, given=1, extra=("groups", *extra))
 
 
 def make_optimizer(

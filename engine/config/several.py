@@ -57,7 +57,7 @@ def check_several(specs: Mapping[str, Component | None], components: Components)
             raise ConfigError(
                 f"{key}.parameters", "say which it moves: a pattern of names, or a list of them"
             )
-        check_optimizer(_rest(spec), components, key)
+        check_optimizer(spec, components, key, extra=tuple(_OURS))
         if own.get("gradients") is not None:
             own["gradients"].check(f"{key}.gradients")
         make_schedules(own.get("schedule"), components, _rest(spec), f"{key}.schedule")
