@@ -100,7 +100,9 @@ def test_cfg_a_true_command_line(tmp_path):
 
 
 def test_cfg_a_missing_values_and_wrong_types(here, capsys):
-    assert "phases.epochs: 'many' is not int or null" in message(["phases.epochs=many"], capsys)
+    assert "phases.epochs: 'many' is not int or float or null" in message(
+        ["phases.epochs=many"], capsys
+    )
     assert "seed: 1.5 is not int" in message(["seed=1.5"], capsys)
     assert "data.train.batch_size" in message(["data.train.batch_size=null"], capsys)
     assert "phases.epochs: give a length" in message(["phases.epochs=null"], capsys)

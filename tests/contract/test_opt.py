@@ -115,6 +115,7 @@ def test_opt_a_two_optimizers_are_the_hand_written_loop(micro_batch_size: int | 
 
     expected = by_hand({"discriminator": 1, "generator": 1}, pieces=2 if micro_batch_size else 1)
     assert_same(task.bare_model, expected)
+    assert task.progress.steps == BATCHES * (2 if micro_batch_size else 1)  # micro-batches
     assert flags.seen == [[p.requires_grad for p in GAN().parameters()]] * BATCHES
     assert torch.equal(task.bare_model.generator[2].bias, GAN().generator[2].bias)
 

@@ -363,7 +363,7 @@ def test_res_e_what_a_step_carries_survives_a_test_in_between(tmp_path: Path, at
     assert go(folder, at, **tested).code in (0, KILLED)
     finish(folder, **tested)
     assert_eq(undisturbed(**tested), folder)
-    assert equal.state_of(newest(folder))["step"] == {"calls": 30}
+    assert equal.state_of(newest(folder))["steps"] == [{"calls": 30}]
     # And the tests in between do not move the training.
     seldom, often = newest(reference(**options)), newest(folder)
     models = [store.load(saved, contents.MODEL) for saved in (seldom, often)]

@@ -70,7 +70,7 @@ def test_a_longer_run_goes_on_with_the_rest_of_a_fraction(tmp_path: Path) -> Non
 def test_a_time_ends_the_training_and_counts_over_interruptions(monkeypatch: Any) -> None:
     """A clock that goes one second at each update: 90 s are 90 updates, wherever they are made."""
     clock = iter(range(10**6))
-    monkeypatch.setattr("phaseloop.engine.walk.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("phaseloop.engine.committing.time.monotonic", lambda: float(next(clock)))
     task = task_of(Phases(time="1m 30s"), tests=False)
     assert train(task).updates == pytest.approx(
         90, abs=10
@@ -119,7 +119,7 @@ def test_tests_at_parts_of_an_epoch(every: float, updates: list[int]) -> None:
 
 def test_tests_by_time(monkeypatch: Any) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr("phaseloop.engine.walk.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("phaseloop.engine.committing.time.monotonic", lambda: float(next(clock)))
     updates = [
         update for _, update in run_and_note(task_of(Phases(
             epochs=1, test_every_epochs=None, test_every_time="4s")))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import ConfigError, Hook, NonFiniteError, PhaseloopError, Task
+from phaseloop.engine.data.order import epoch_order
 from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import process, r1
 from tests.rigs.equal import assert_eq, probe_of, rows
@@ -73,15 +74,15 @@ def _ids() -> list[list[int]]:
     return _orders[0]
 
 
-def train(folder: Path, update: int = 17, at: Any = None, **options: Any) -> dict[str, Any]:
-    """R1, three epochs, which goes wrong at ``update`` for the first time."""
+def train(folder: Path, pair: tuple[int, int], at: Any = None, **options: Any) -> dict[str, Any]:
+    """R1, three epochs, which goes wrong where the two samples meet."""
     hooks = {"non_finite": NonFinite("roll_back", **options.pop("policy", {}))}
     hooks.update(options.pop("hooks", {}))
     if at is not None:
         hooks["at"] = at
     save = {"every_updates": 4, **options.pop("save", {})}
     return r1.train(
-        folder, probe_of(folder), hooks=hooks, save=save, model=Network(pair_of(update)), **options
+        folder, probe_of(folder), hooks=hooks, save=save, model=Network(pair), **options
     )
 
 
@@ -92,7 +93,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def test_it_goes_back_to_the_checkpoint_and_on_in_another_order(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     pair = pair_of(17)
-    outcome = process.result(train, folder)
+    outcome = process.result(train, folder, pair_of(17))
     assert (outcome["status"], outcome["updates"]) == ("finished", 30)
 
     lines = r1.lines(probe_of(folder), "update")
@@ -103,6 +104,11 @@ def test_it_goes_back_to_the_checkpoint_and_on_in_another_order(tmp_path: Path) 
     again = lines[17]
     assert again["update"] == 17
     assert again["ids"] != _ids()[16]
+    # The seventh batch of epoch 2 (positions 24 to 27), in the order after one roll-back.
+    order = epoch_order(40, shuffle=True, seed=0, epoch=2, roll_backs=1)
+    assert again["ids"] == order.slice(24, 28).tolist()
+    # The generators went back too: dropout, and then the probe, draw what they drew.
+    assert again["draws"] == lines[16]["draws"]
     (event,) = [e for e in events(folder) if e["number"] == 1]
     assert (event["update"], event["to"]) == (17, 16)
     assert all(str(i) in event["reason"] for i in pair)
@@ -126,7 +132,7 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         def on_resume(self, task: Task) -> None:
             self.on_step(task)
 
-    train(tmp_path / "run", hooks={"note": Note()})
+    train(tmp_path / "run", pair_of(17), hooks={"note": Note()})
     assert [count for count, _ in seen][:2] == [0, 0]  # after update 16, and after the one left out
     first = seen[0][1]
     back = next(state for count, state in seen if count == 1)
@@ -137,16 +143,16 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("calls", [At("on_step", 16), At("on_resume", 16), At("on_step", 27)])
 def test_a_run_that_rolled_back_is_resumed(tmp_path: Path, calls: At) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    process.result(train, whole)
-    killed = process.run(train, folder, at=calls)
+    process.result(train, whole, pair_of(17))
+    killed = process.run(train, folder, pair_of(17), at=calls)
     assert killed.code == -signal.SIGKILL, killed.output
-    process.result(train, folder)
+    process.result(train, folder, pair_of(17))
     assert_eq(whole, folder)
 
 
 def test_without_a_checkpoint_it_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="no checkpoint to roll back to"):
-        train(tmp_path / "run", update=3)
+        train(tmp_path / "run", pair_of(3))
 
 
 def always_nan(task: Task) -> None:
@@ -161,7 +167,7 @@ def always_nan(task: Task) -> None:
 def test_so_often_and_no_oftener(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(NonFiniteError, match="the run has rolled back 3 times already"):
-        train(folder, policy={"most_roll_backs": 3}, train_step=always_nan)
+        train(folder, pair_of(17), policy={"most_roll_backs": 3}, train_step=always_nan)
     assert json.loads((folder / "status.json").read_text())["status"] == "failed"
     assert [event["number"] for event in events(folder)] == [3]  # the file goes back, too
 
@@ -181,7 +187,7 @@ class Late(Hook):
 
 def test_a_hook_that_cannot_go_back_is_named(tmp_path: Path) -> None:
     with pytest.raises(PhaseloopError, match=r"hooks\.late has a state now and had none"):
-        train(tmp_path / "run", update=18, hooks={"late": Late()})
+        train(tmp_path / "run", pair_of(18), hooks={"late": Late()})
 
 
 def test_an_overflow_of_scaled_gradients_is_no_reason(tmp_path: Path) -> None:
