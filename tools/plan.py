@@ -60,6 +60,12 @@ def _stage_lines(task: Task) -> Iterator[str]:
         facts = (plan_report.length(plan), plan_report.cadence(plan))
         name = task.stages.label(number)
         yield f"{'' if number else 'stages':<11} {name}: {', '.join(filter(None, facts))}"
+    for number, (stage, loader) in enumerate(
+        zip(task.stages.given, task.stages.loaders, strict=True)
+    ):
+        if loader is not None and stage.train is not None and number:
+            name = task.stages.label(number)
+            yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
 
 
 def _hook_lines(built: Built) -> Iterator[str]:

@@ -24,7 +24,7 @@ from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
-from phaseloop.engine.config.several import check_several, make_several
+from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
 from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
@@ -120,7 +120,7 @@ def _check(schema: Schema, components: Components) -> None:
     make_schedules(schema.schedule, components, schema.optimizer)
     _train_step(schema.train_step, components, "train_step")
     for key, stage in schema.stages.items():
-        make_schedules(stage.schedule, components, schema.optimizer, f"{key}.schedule")
+        _stage_schedule(schema, stage, components, f"{key}.schedule")
         if stage.train_step is not None:
             _train_step(stage.train_step, components, f"{key}.train_step")
     for key, data in {**schema.data.by_key, **schema.train_sets}.items():
@@ -151,13 +151,17 @@ def _stage(schema: Schema, spec: StageSpec, components: Components, key: str) ->
         train=None if train is None else sets_of.make(train, components, f"{key}.data.train"),
         test_sets=spec.test_sets,
         train_step=None if step is None else _train_step(step, components, f"{key}.train_step"),
-        schedule=(
-            None
-            if spec.schedule is None
-            else make_schedules(spec.schedule, components, schema.optimizer, f"{key}.schedule")
-        ),
+        schedule=_stage_schedule(schema, spec, components, f"{key}.schedule"),
         freeze=spec.freeze,
     )
+
+
+def _stage_schedule(schema: Schema, spec: StageSpec, components: Components, key: str) -> Any:
+    if spec.schedule is None:
+        return None
+    if any(schema.optimizers.values()):
+        return make_stage_schedules(schema.optimizers, components, spec.schedule, key)
+    return make_schedules(spec.schedule, components, schema.optimizer, key)
 
 
 def _optimizers(schema: Schema, components: Components, criterion: Any) -> dict[str, Any]:

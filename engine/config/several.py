@@ -103,6 +103,28 @@ def make_several(
     return made
 
 
+def make_stage_schedules(
+    specs: Mapping[str, Component | None], components: Components, given: Component, key: str
+) -> dict[str, Schedules]:
+    """A stage's schedules: for all optimizers, or by the name of each.
+
+    Args:
+        given: a component, a mapping from option to component, or one from an optimizer's name
+            to these; an optimizer that is not in it keeps its options as they were given.
+    """
+    there = _there(specs)
+    by_name = bool(given) and set(given) <= set(there)
+    return {
+        name: make_schedules(
+            given.get(name) if by_name else given,
+            components,
+            _rest(spec),
+            f"{key}.{name}" if by_name else key,
+        )
+        for name, spec in there.items()
+    }
+
+
 def _there(specs: Mapping[str, Component | None]) -> dict[str, Component]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 

@@ -134,7 +134,13 @@ def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(path, _wrong(value, "a list"))
     kind = args[0] if args else Any
-    return [convert(kind, item, f"{path}.{number}") for number, item in enumerate(value)]
+    return [convert(kind, item, f"{path}.{_label(n, item)}") for n, item in enumerate(value)]
+
+
+def _label(number: int, item: Any) -> str:
+    """An entry's own name, where it has one: ``phases.warm``."""
+    name = item.get("name") if isinstance(item, Mapping) else None
+    return name if isinstance(name, str) and name else str(number)
 
 
 def _convert_dict(args: tuple[Any, ...], value: Any, path: str) -> dict[Any, Any]:

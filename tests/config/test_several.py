@@ -98,6 +98,20 @@ def test_a_parameter_that_no_optimizer_moves_is_said(
     assert "no optimizer moves 3.weight, 3.bias" in caplog.text
 
 
+def test_a_stage_has_schedules_for_all_optimizers_or_by_name(here: Path) -> None:
+    def schedules_of(word: str) -> dict[str, list[str]]:
+        stage = f"{{name: a, epochs: 1, schedule: {word}}}"
+        given = task_of("config=pair", f"phases=[{stage}]").stages.given[0].schedule
+        return {name: [schedule.key for schedule in made] for name, made in given.items()}
+
+    key = "phases.a.schedule"
+    assert schedules_of("{name: cosine}") == {"first": [key], "last": [key]}
+    assert schedules_of("{last: {name: cosine}}") == {"first": [], "last": [f"{key}.last"]}
+    assert schedules_of("{last: {lr: {name: cosine}}}") == {
+        "first": [], "last": [f"{key}.last.lr"],
+    }  # fmt: skip
+
+
 def test_stages_by_name_each_with_its_own(here: Path) -> None:
     task = task_of("config=stages")
     assert [stage.name for stage in task.stages.given] == ["warm", "main", "main"]
@@ -117,7 +131,7 @@ def test_a_word_may_change_one_stage(here: Path) -> None:
     [
         ("phases.man.updates=2", r"phases\.man: .* Did you mean 'main'"),
         ("phases.epochs=2", r"phases\.epochs: phases is a list, and no entry of it"),
-        ("phases.main.updtes=2", r"phases\.1\.updtes: there is no such key"),
+        ("phases.main.updtes=2", r"phases\.main\.updtes: there is no such key.*'updates'"),
         ("phases.main.repeat=0", r"phases\.main\.repeat: 0 is less than 1"),
         ("phases.main.train_step=nothing", r"phases\.main\.train_step.* no train step is called"),
         ("phases.main.schedule.name=cosin", r"phases\.main\.schedule\.name: .*'cosine'"),
