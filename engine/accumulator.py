@@ -58,6 +58,11 @@ class Accumulator:
         """At least one backward was run whose gradients were not used yet."""
         return self._last is not None and not self.spent
 
+    @property
+    def is_weighted(self) -> bool:
+        """There are gradients that still have to be divided by a sum of weights."""
+        return self.has_gradients and self._explicit is not None
+
     def weigh(self, loss: Tensor, batch: Batch, weight: Tensor | float | None) -> Tensor:
         """The loss as backward has to see it.
 
@@ -97,7 +102,8 @@ class Accumulator:
         if self._explicit is not None:
             if isinstance(self._explicit, Tensor):
                 # A window without a valid element has gradients of zero, not 0 / 0.
-                return torch.where(self._explicit == 0, 1.0, 1.0 / self._explicit)
+                weights = self._explicit.double()  # else the quotient of float64 is a float32's
+                return torch.where(weights == 0, 1.0, 1.0 / weights)
             return 1.0 / self._explicit if self._explicit else None
         if 0 < self._contributed < self.window.share:
             return self.window.share / self._contributed

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("phaseloop")
 
 
+_NO_LOSS = "no micro-batch of it gave a loss"
+
+
 class Committing:
     """The part of a task that counts.
 
     Attributes:
         moved: names of the optimizers that this window has moved.
         skip_reason: why the update at hand is left out; None: it is not.
+        may_skip: it may still be left out.
     """
 
     progress: Progress
@@ -37,9 +41,11 @@ class Committing:
     def __init__(self) -> None:
         self.moved: set[str] = set()
         self.skip_reason: str | None = None
+        self.may_skip = False
         self._skips: list[dict[str, str]] = []
         self._last_skip = ""
         self._clock: float | None = None
+        self._roll_back: tuple[str, int] | None = None
 
     def commit(self: Task) -> None:  # type: ignore[misc]
         """Move everything that a step moves: the one place where progress changes."""
@@ -62,6 +68,8 @@ class Committing:
             self._close_window()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
+        if self._roll_back is not None:
+            self.updated = False  # whatever has moved moves back: nobody is to save it
         accumulator.closed = True
         progress.windows += 1
         progress.samples += accumulator.window.samples
@@ -72,15 +80,16 @@ class Committing:
             progress.saves = 0
             for name in self.moved:
                 progress.moved[name] = progress.moved.get(name, 0) + 1
-            self.moved.clear()
             self.recorder.tick(progress.updates)
             if self.plan.keeps_time:
                 self._keep_time()
-            if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
-                self.make_tests_due()
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
+        self.moved.clear()
+        # After a skip too: the border that a fraction of an epoch is at may be one.
+        if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
+            self.make_tests_due()
         if self._skips:
             self._record_skips()
 
@@ -98,11 +107,12 @@ class Committing:
                 clear(parameters)
             self._window = []
             if not self.updated and not self._skips:
-                self.note_skip("the step moved no optimizer")
+                empty = self.step_is_empty
+                self.note_skip(_NO_LOSS if empty else "the step moved no optimizer")
         elif self.accumulator.has_gradients:
             apply_update(self)
         else:
-            self.note_skip("no micro-batch of it gave a loss")
+            self.note_skip(_NO_LOSS)
             clear(self.trainable)
 
     def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]

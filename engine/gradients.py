@@ -35,24 +35,27 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
         task.choose_due()
     parameters = task.trainable
     task.skip_reason = task.gradient_norm = None
+    task.may_skip = True
     if closure is not None:
         loss = _evaluate(task, closure)
     else:
         _complete(task)
     task.accumulator.applied = task.accumulator.spent = True
-    skipped = _unscale(task) if task.precision.scaler is not None else ()
+    if task.precision.scaler is not None:
+        _unscale(task)
     task.hooks.on_gradients(task)
+    task.may_skip = False
     if task.skip_reason is not None:
         task.note_skip(task.skip_reason)
+        moved = False
+    elif not (stepping := _with_gradients(task)):
+        task.note_skip("no optimizer had a gradient")
         moved = False
     else:
         if task.clips:
             _clip(task)
         if task.unset_rates:
             _check_rates(task)
-        stepping = task.stepping
-        if skipped:
-            stepping = tuple(name for name in stepping if name not in skipped)
         for name in stepping:
             if closure is None:
                 task.backend.optimizer_step(task.optimizers[name])
@@ -63,6 +66,17 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
     clear(parameters)
     if moved:
         task.hooks.on_update(task)
+
+
+def _with_gradients(task: Task) -> list[str]:
+    """The optimizers at hand that have something to step by: the others do not move."""
+    found = []
+    for name in task.stepping:
+        for parameter in task.parameters_of[name]:
+            if parameter.grad is not None:
+                found.append(name)
+                break
+    return found
 
 
 def _complete(task: Task) -> None:
@@ -106,8 +120,8 @@ class _Asked:
         return loss
 
 
-def _unscale(task: Task) -> tuple[str, ...]:
-    """Gradients without the loss scale; the optimizers whose gradients overflowed.
+def _unscale(task: Task) -> None:
+    """Gradients without the loss scale; those of an optimizer that overflowed are dropped.
 
     Here the host waits for the device: one flag for each optimizer.
     """
@@ -116,17 +130,17 @@ def _unscale(task: Task) -> tuple[str, ...]:
     optimizers = {name: task.optimizers[name] for name in task.stepping}
     overflowed = scaler.unscale(optimizers)
     reason = f"gradients overflowed at loss scale {scaler.last_scale:g}"
-    if len(overflowed) == len(optimizers):
+    if overflowed and len(overflowed) == len(_with_gradients(task)):
         task.skip_update(reason)
-    else:
-        for name in overflowed:
-            task.note_skip(reason, name)
-            clear(task.parameters_of[name])  # hooks see what is used
-    return overflowed
+    elif overflowed:
+        task.skip_update(reason, *overflowed)
 
 
 def _clip(task: Task) -> None:
-    """Each optimizer's gradients by its own settings; ``gradient_norm`` is that of before."""
+    """Each optimizer's gradients by its own settings: values first, then the norm.
+
+    ``gradient_norm`` is the norm in between.
+    """
     norms: list[Tensor] = []
     for name in task.stepping:
         settings, parameters = task.clipping[name], task.parameters_of[name]
@@ -138,7 +152,11 @@ def _clip(task: Task) -> None:
             )
             norms.append(norm)
     if norms:
-        task.gradient_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        task.gradient_norm = norms[0]
+        if len(norms) > 1:
+            kinds = {task.clipping[name].norm_type for name in task.stepping}
+            p = kinds.pop() if len(kinds) == 1 else 2.0
+            task.gradient_norm = torch.linalg.vector_norm(torch.stack(norms), p)
 
 
 def _check_rates(task: Task) -> None:

@@ -46,15 +46,12 @@ class Scaler:
 
         Here the host waits for the device: one flag for each optimizer.
         """
-        if not self._unscaled.isdisjoint(optimizers):  # a second step of one within a window
-            self.update()
         overflowed = []
         for name, optimizer in optimizers.items():
             if not _has_gradients(optimizer):
                 continue
-            self._scaler.unscale_(optimizer)
             self._unscaled.add(name)
-            if any(float(flag) for flag in self._scaler.overflows(optimizer)):
+            if any(float(flag) for flag in self._scaler.unscale_again(optimizer)):
                 overflowed.append(name)
         if overflowed:
             self.last_scale = self._scaler.get_scale()
@@ -81,11 +78,23 @@ class Scaler:
 
 
 class _TorchScaler(GradScaler):
-    """torch's scaler, which keeps to itself what it found; asking it costs no second look."""
+    """torch's scaler, for optimizers that step several times between two updates of the scale.
 
-    def overflows(self, optimizer: Optimizer) -> list[Tensor]:
-        """A flag for each device that holds gradients of ``optimizer``: 1 after an overflow."""
-        return list(self._found_inf_per_device(optimizer).values())
+    What it finds it keeps to itself; asking it costs no second look at the gradients.
+    """
+
+    def unscale_again(self, optimizer: Optimizer) -> list[Tensor]:
+        """Unscale; a flag for each device that holds gradients: 1 after an overflow.
+
+        The scale's update sees what was found at all steps since the last one.
+        """
+        before = self._per_optimizer_states.pop(id(optimizer), {}).get("found_inf_per_device", {})
+        self.unscale_(optimizer)
+        found = self._found_inf_per_device(optimizer)
+        flags = [flag.clone() for flag in found.values()]
+        for device, flag in before.items():
+            found[device] = found[device] + flag if device in found else flag
+        return flags
 
     def forget(self) -> None:
         """As ``update`` leaves it, with the scale as it is."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phaseloop.engine.errors import ConfigError, listing, nearest
+from phaseloop.engine.gradients import optimized
 from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Gradients
 from phaseloop.engine.stepping import NO_SCALED_CLOSURE
@@ -81,7 +82,7 @@ def planned_schedules(
         found[name] = [copy.copy(schedule) for schedule in _schedules_of(given, name, names)]
         for schedule in found[name]:
             if isinstance(schedule, Schedule):
-                if plan.trains and not updates:
+                if plan.endless:
                     schedule.check_endless()
                 calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
                 schedule.plan(moves, plan.epochs, calendar)
@@ -160,7 +161,19 @@ def _named(task: Task) -> dict[str, Optimizer]:
         )
     made = given if isinstance(given, (Optimizer, Mapping)) else given(task.bare_model)
     named = {"optimizer": made} if isinstance(made, Optimizer) else dict(made)
+    _check_apart(task, named)
     return {name: task.backend.prepare_optimizer(o) for name, o in named.items()}
+
+
+def _check_apart(task: Task, named: Mapping[str, Optimizer]) -> None:
+    """A parameter of two optimizers would be unscaled, clipped and counted twice."""
+    taken: dict[int, str] = {}
+    for name, optimizer in named.items():
+        for parameter in optimized([optimizer]):
+            other = taken.setdefault(id(parameter), name)
+            if other != name:
+                label = task.parameter_names().get(id(parameter), "a parameter")
+                raise ConfigError(f"optimizers.{name}", f"{other} moves {label} already")
 
 
 def _clipping(
@@ -193,7 +206,7 @@ def _check_closure(task: Task, optimizer: Optimizer) -> None:
     """LBFGS is the only optimizer of torch that cannot do without a closure."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    if not task.step_facts.takes_window:
+    if not all(facts.takes_window for _, facts in task.stages.steps):
         raise ConfigError(
             "train_step", "LBFGS asks for the loss several times a step: use train_step=closure"
         )

@@ -134,6 +134,11 @@ class PhasePlan:
         return min(lengths, default=0)
 
     @property
+    def endless(self) -> bool:
+        """How many updates it makes is not known before."""
+        return self.trains and self.phases.epochs is None and self.phases.updates is None
+
+    @property
     def epochs(self) -> float:
         """Epochs planned for the stage; a fraction where updates end in mid-epoch."""
         return self._epochs_of(self.updates)
@@ -219,8 +224,8 @@ class PhasePlan:
 
     def test_due_in_epoch(self, progress: Progress) -> bool:
         """A test is due after the update just made, in the middle of an epoch."""
-        every = self.phases.test_every_updates
-        due = every is not None and (progress.updates - self.origin.updates) % every == 0
+        every, done = self.phases.test_every_updates, progress.updates - self.origin.updates
+        due = every is not None and done > 0 and done % every == 0
         if self._within_epochs:
             due = due or self._fraction_passed(progress)
         if self._test_time is not None:

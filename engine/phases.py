@@ -55,6 +55,12 @@ class Phases:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{key}.{name}", f"{value} is less than {bound}")
+        for name in ("epochs", "updates"):
+            least_wanted, length = getattr(self, f"min_{name}"), getattr(self, name)
+            if length is not None and least_wanted > length:
+                raise ConfigError(
+                    f"{key}.min_{name}", f"{least_wanted} is more than {key}.{name}, {length}"
+                )
         every = self.test_every_epochs
         if every is not None and not every > 0:
             raise ConfigError(f"{key}.test_every_epochs", f"{every} is not more than 0")

@@ -32,8 +32,8 @@ class Progress:
         seconds: wall time spent, over all interruptions; only where a length or cadence asks.
         tested_seconds: ``seconds`` at the last test that the cadence asked for.
         stage: number of the stage, from 0.
-        stage_epochs, stage_updates, stage_seconds, stage_moved: ``epoch``, ``updates``,
-            ``seconds`` and ``moved`` at its beginning.
+        stage_epochs, stage_updates, stage_skipped, stage_seconds, stage_moved: ``epoch``,
+            ``updates``, ``skipped``, ``seconds`` and ``moved`` at its beginning.
     """
 
     updates: int = 0
@@ -56,12 +56,17 @@ class Progress:
     stage: int = 0
     stage_epochs: int = 0
     stage_updates: int = 0
+    stage_skipped: int = 0
     stage_seconds: float = 0.0
     stage_moved: dict[str, int] = field(default_factory=dict)
 
     def moves_in_stage(self, optimizer: str) -> int:
         """Updates of the stage that have moved an optimizer."""
         return self.moved.get(optimizer, 0) - self.stage_moved.get(optimizer, 0)
+
+    def windows_in_stage(self) -> int:
+        """Windows of the stage that are done, counted or skipped."""
+        return self.updates - self.stage_updates + self.skipped - self.stage_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers as plain Python."""

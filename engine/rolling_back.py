@@ -1,5 +1,7 @@
 """Rolling back: a run goes on from its last checkpoint, with its data in another order.
 
+What is in no checkpoint stays as it is, such as buffers that are not saved (``persistent=False``).
+
 What went wrong depends on the order of the samples, and would go wrong again. The number of
 roll-backs is part of what that order is a function of.
 """
@@ -7,7 +9,7 @@ roll-backs is part of what that order is a function of.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine.checkpoint import contents, store
@@ -46,12 +48,13 @@ def roll_back(task: Task, reason: str, most: int) -> None:
         )
     task.leave_phase()
     task.drop_batches()
-    now = task.hooks.state_dict()
+    spent, now = task.progress.seconds, _states(task)
     state = contents.restore(task, saved)
-    _check_hooks(now, state["hooks"])
+    _check_states(now, {**state["hooks"], **_of_steps(state["steps"])})
     task.hooks.load_state_dict(state["hooks"])
     task.resumed_from = str(saved.path)
     task.progress.roll_backs = done + 1
+    task.progress.seconds = spent  # that time is gone
     task.hooks.on_resume(task)
     contents.restore_random(task, state)
     log.warning(
@@ -63,11 +66,21 @@ def roll_back(task: Task, reason: str, most: int) -> None:
     )
 
 
-def _check_hooks(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+def _states(task: Task) -> dict[str, Any]:
+    """The states that there are, of hooks and steps."""
+    steps = [contents.state_of(step) for step, _ in task.stages.steps]
+    return {**task.hooks.state_dict(), **_of_steps(steps)}
+
+
+def _of_steps(states: Sequence[Any]) -> dict[str, Any]:
+    return {f"train step {number}": state for number, state in enumerate(states) if state}
+
+
+def _check_states(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     """A new process would begin without a state; in this one it cannot be taken away."""
     for name in now:
         if name not in then:
             raise PhaseloopError(
-                f"hooks.{name} has a state now and had none at the checkpoint, so it cannot be "
+                f"{name} has a state now and had none at the checkpoint, so it cannot be "
                 f"rolled back; let its state_dict have the same keys from the start"
             )

@@ -103,9 +103,10 @@ class Stages:
         self._task = task
         self.given = list(given)
         default = resolve_step(train_step)
+        # By name: a stage that is repeated goes on with its step, and what that remembers.
+        own = {s.name: resolve_step(s.train_step) for s in self.given if s.train_step is not None}
         self.steps: list[tuple[Step, StepFacts]] = [
-            default if stage.train_step is None else resolve_step(stage.train_step)
-            for stage in self.given
+            own.get(stage.name, default) for stage in self.given
         ]
         self.loaders: list[Loader | None] = []
         self._guard: Guard | None = None
@@ -182,6 +183,7 @@ class Stages:
         progress.stage += 1
         progress.stage_epochs = progress.epoch
         progress.stage_updates = progress.updates
+        progress.stage_skipped = progress.skipped
         progress.stage_seconds = progress.seconds
         progress.stage_moved = dict(progress.moved)
         progress.ended_early = False

@@ -12,7 +12,7 @@ from phaseloop.engine.backends import Backend
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.errors import ConfigError, NoBatchError, PhaseloopError, listing
 from phaseloop.engine.events import Dispatcher
-from phaseloop.engine.gradients import apply_update
+from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.model_options import ModelOptions, channels_last
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.turns import Turns
@@ -43,6 +43,7 @@ class Stepping(Turns):
         super().__init__()
         self.gradient_norm: Tensor | None = None
         self.measuring = True
+        self._passed = False
 
     @property
     def device(self) -> torch.device:
@@ -80,12 +81,19 @@ class Stepping(Turns):
                 "this step gets one micro-batch a call, by next_batch(); one that goes through "
                 'window() has to be registered with takes="window"'
             )
+        if self.accumulator.is_weighted:
+            raise PhaseloopError(
+                "this pass through window() follows one whose losses had weights, and update() was "
+                "not called in between: two sums of weights have no one mean"
+            )
         self.accumulator.begin_pass()
+        self._passed = False
         for batch in self._window:
             if self.changes_input:
                 batch = self._prepared(batch)
             self.batch = batch
             yield batch
+        self._passed = len(self._window) > 1
 
     def _prepared(self, batch: Batch) -> Batch:
         """In the types and the memory layout that the model expects."""
@@ -226,6 +234,11 @@ class Stepping(Turns):
                 "backward() belongs after next_batch() in a train phase; "
                 "guard it with `if task.train:`"
             )
+        if self._passed and self.step_facts.takes_window:
+            raise PhaseloopError(
+                "backward() belongs inside the loop over window(): a loss is weighted by the "
+                "micro-batch at hand, and the loop has gone through all of them"
+            )
         loss = self.accumulator.weigh(loss, batch, weight)
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
@@ -272,9 +285,26 @@ class Stepping(Turns):
                 f"hand; use task.only(NAME)",
             )
 
-    def skip_update(self, reason: str) -> None:
-        """In ``on_gradients``: leave the parameters as they are at this update."""
-        self.skip_reason = reason
+    def skip_update(self, reason: str, *optimizers: str) -> None:
+        """In ``on_gradients``: leave the parameters as they are at this update.
+
+        Args:
+            reason: why, for the log.
+            optimizers: leave out only these of several, by name; none: all that are at hand.
+
+        Raises:
+            PhaseloopError: called at another event.
+        """
+        if not self.may_skip:
+            raise PhaseloopError(
+                "skip_update() belongs in on_gradients: before it there is no update to leave out, "
+                "and after it the parameters have moved"
+            )
+        if not optimizers:
+            self.skip_reason = reason
+        for name in optimizers:
+            self.note_skip(reason, name)  # type: ignore[misc]
+            clear(self.parameters_of[name])  # without gradients it does not step
 
 
 def loss_of(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phaseloop.engine.checkpoint.optimizer_state import check_names
-from phaseloop.engine.errors import ConfigError, listing, nearest
+from phaseloop.engine.errors import ConfigError, PhaseloopError, listing, nearest
 from phaseloop.engine.gradients import clear, count_groups, optimized
 from phaseloop.engine.schedules import Rates
 from phaseloop.engine.settings import Gradients
@@ -49,12 +49,12 @@ class Turns(Walk):
         self._parameters: list[nn.Parameter] = []
 
     def due(self, optimizer: str) -> bool:
-        """Whether an optimizer steps in this window: at every n-th, counted over the run.
+        """Whether an optimizer steps in this window: at every n-th, counted over the stage.
 
         One whose parameters are all frozen does not.
         """
-        progress = self.progress
-        if (progress.updates + progress.skipped + 1) % self.every[optimizer]:
+        self._check_name(optimizer)
+        if (self.progress.windows_in_stage() + 1) % self.every[optimizer]:
             return False
         return any(p.requires_grad for p in self.parameters_of[optimizer])
 
@@ -68,14 +68,12 @@ class Turns(Walk):
 
         Raises:
             ConfigError: there is no optimizer of that name.
+            PhaseloopError: no name is given, or it is within another ``only``.
         """
         for name in names:
-            if name not in self.optimizers:
-                raise ConfigError(
-                    "optimizers",
-                    f"none is called {name!r}.{nearest(name, self.optimizers)} "
-                    f"There are: {listing(self.optimizers)}",
-                )
+            self._check_name(name)
+        if not names or self._chosen:
+            raise PhaseloopError("only() takes names of optimizers, and no other only() within it")
         before = self.stepping, self.trainable, self._chosen
         wanted = {id(p) for name in names for p in self.parameters_of[name]}
         asleep = [p for p in self._parameters if p.requires_grad and id(p) not in wanted]
@@ -89,6 +87,14 @@ class Turns(Walk):
             for parameter in asleep:
                 parameter.requires_grad_(True)
             self.stepping, self.trainable, self._chosen = before
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.optimizers:
+            raise ConfigError(
+                "optimizers",
+                f"none is called {name!r}.{nearest(name, self.optimizers)} "
+                f"There are: {listing(self.optimizers)}",
+            )
 
     def choose_due(self) -> None:
         """The next update moves the optimizers that are due; those of ``only`` are due anyway."""

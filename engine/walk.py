@@ -94,7 +94,6 @@ class Walk(Committing):
         self.random_before_test: list[dict[str, Any]] | None = None
         self._pending: Batch | None = None
         self._window: list[Batch] = []
-        self._roll_back: tuple[str, int] | None = None
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -168,7 +167,7 @@ class Walk(Committing):
             reason: what has gone wrong.
             most: roll-backs that the run may make before it is an error.
         """
-        self.skip_reason = reason
+        self.skip_update(reason)
         self._roll_back = (reason, most)
 
     def end_phase(self, reason: str) -> None:
@@ -240,7 +239,7 @@ class Walk(Committing):
 
     def drop_batches(self) -> None:
         """Give up the epoch at hand and the one waiting behind it; nothing is fetched any more."""
-        self._batches = self._train_batches = None
+        self._batches = self._train_batches = self._train_phase = None
 
     def _finish_phase(self) -> None:
         """The phase at hand is done; its phase-end hooks are called next."""
@@ -360,6 +359,10 @@ class Walk(Committing):
 
     def forget_test_draws(self) -> None:
         """Set every generator to where the test phase found it; implemented by the task."""
+        raise NotImplementedError
+
+    def skip_update(self, reason: str, *optimizers: str) -> None:
+        """Leave an update out; implemented by the task."""
         raise NotImplementedError
 
     def take_added_groups(self) -> None:

@@ -57,6 +57,12 @@ class Freeze(Hook):
         self._frozen = False
         self._set(task)
 
+    def on_resume(self, task: Task) -> None:
+        # After a roll-back, too, where it may have been otherwise in between.
+        self._frozen = False
+        task.freezing.release(f"hooks.{self.name}")
+        self._set(task)
+
     def on_phase_start(self, task: Task) -> None:
         if task.train:
             self._set(task)

@@ -45,6 +45,8 @@ class LearningRate(Hook):
 
     def on_loop_end(self, task: Task) -> None:
         progress = task.progress
+        if not task.over:  # stopped: the next update moves what has to be moved
+            return
         # The epoch of a run that ends within it may be continued by a longer one.
         within = progress.epoch_open or task.plan.epoch_is_unfinished(progress)
         for name, rates in task.rates.items():

@@ -85,12 +85,12 @@ class NonFinite(Hook):
                 self._watch(task, "the loss", loss, self._samples[-1:])
 
     def on_gradients(self, task: Task) -> None:
-        if task.skip_reason is not None or task.precision.scaler is not None:
-            return  # the loss scaler looks at every gradient by itself
         if self.policy != "stop":
-            if task.skip_reason is None:  # an overflow of scaled gradients is no fault of them
+            # The loss scaler looks at gradients by itself, and an overflow is no fault of theirs;
+            # a loss that is not finite before it was scaled is one.
+            if task.precision.scaler is None or not self._losses_are_finite():
                 self._leave_out(task)
-        elif self.gradients:
+        elif self.gradients and task.precision.scaler is None:
             trained = [p for p in task.trainable if p.grad is not None]
             norms = _norms([p.grad for p in trained])
             if norms is not None:
@@ -134,10 +134,24 @@ class NonFinite(Hook):
             bad, samples = f"{bad}, and the loss", guilty
         progress = task.progress
         reason = f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})"
-        if self.policy == "skip":
-            task.skip_update(reason)
-        else:
+        if self.policy == "roll_back":
             task.roll_back(reason, self.most_roll_backs)
+        else:
+            task.skip_update(reason, *self._guilty(task, trained, norms))
+
+    def _losses_are_finite(self) -> bool:
+        """Of this window; here the host waits for the device."""
+        return not self._losses or bool(torch.stack(self._losses).isfinite().all())
+
+    @staticmethod
+    def _guilty(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
+        """The optimizers, of several at hand, whose gradients are not finite; empty: all."""
+        flags = norms.isfinite().tolist()
+        bad = {id(p) for p, fine in zip(trained, flags, strict=True) if not fine}
+        found = [
+            name for name in task.stepping if any(id(p) in bad for p in task.parameters_of[name])
+        ]
+        return found if len(found) < len(task.stepping) else []
 
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""

@@ -24,6 +24,8 @@ def __getattr__(name: str) -> Any:
         # The engine knows no step and no hook; whoever trains through this face wants ours.
         importlib.import_module("phaseloop.train_steps")
         importlib.import_module("phaseloop.hooks")
+    if name == "__all__":  # what `from phaseloop import *` asks for
+        return [*importlib.import_module(_ENGINE).__all__, "default_hooks"]
     if name == "default_hooks":
         return importlib.import_module("phaseloop.hooks").default_hooks
     engine = importlib.import_module(_ENGINE)

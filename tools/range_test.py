@@ -162,12 +162,17 @@ def _prepare(task: Task, settings: RangeTest) -> None:
     from phaseloop.engine.recorder import Recorder
     from phaseloop.engine.stages import Stage
 
-    if task.train_data is None:
+    first = task.stages.given[0]
+    data = task.stages.data(first)
+    if data is None:
         raise ConfigError("data.train", "a learning-rate range test needs training data")
     task.run = dataclasses.replace(task.run, dir=None, resume="auto", log_every=1)
     task.folder = None
     task.recorder = Recorder(every=1)
-    task.stages.given = [Stage(updates=settings.updates, test_every_epochs=None)]
+    # Of several stages it is the first one's data, step and frozen parts.
+    only = Stage(updates=settings.updates, test_every_epochs=None, train=data, freeze=first.freeze)
+    task.stages.given, task.stages.steps = [only], task.stages.steps[:1]
+    task.whole_phases, task.train_data = [only], data
     task.test_data = {}
     task.meter_sets = {TRAIN: MeterSet(TRAIN, None)}
     task.schedules = []

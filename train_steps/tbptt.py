@@ -38,6 +38,16 @@ class TruncatedBackpropagation:
         self.time_dim = time_dim
         self.stateful = stateful
 
+    def check(self, task: Task) -> None:
+        """Raises ConfigError where batches cannot go on with each other's sequences."""
+        sets = [task.stages.data(stage) for stage in task.stages.given]
+        if self.stateful and any(data is not None and data.shuffle for data in sets):
+            raise ConfigError(
+                "train_step.stateful",
+                "a batch goes on where the one before it ended, and shuffled ones do not: set "
+                "data.train.shuffle=false",
+            )
+
     def __call__(self, task: Task) -> None:
         for batch in task.window():
             state = task.carry if self.stateful else None

@@ -20,6 +20,8 @@ MAY_CHANGE = (
     "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite", "hooks.fit_memory",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
+    *(f"phases.*.data.train.{key}" for key in
+      ("workers", "prefetch", "pin_memory", "micro_batch_size", "accumulate")),
     "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",
     "data.test.*.micro_batch_size", "data.test.*.accumulate",
     "model.compile", "model.checkpoint",
@@ -57,7 +59,10 @@ def _by_name(value: Any) -> Any:
         and value
         and all(isinstance(item, Mapping) and "name" in item for item in value)
     )
-    return {str(item["name"]): item for item in value} if is_named else value
+    if not is_named:
+        return value
+    names = [str(item["name"]) for item in value]
+    return {"order": names, **{name: item for name, item in zip(names, value, strict=True)}}
 
 
 def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

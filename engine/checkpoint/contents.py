@@ -101,7 +101,7 @@ def small_state(task: Task) -> dict[str, Any]:
         "recorder": task.recorder.state_dict(),
         "metrics": dict(task.metrics),
         "best": dict(task.best),
-        "steps": [_state_of(step) for step, _ in task.stages.steps],
+        "steps": [state_of(step) for step, _ in task.stages.steps],
         "carry": task.carry,
         # At a test's end too: the training goes on from where the test began.
         "rng": task.random_before_test
@@ -186,8 +186,8 @@ def _large_state(task: Task) -> dict[str, Any]:
         "optimizers": {
             name: named_state(optimizer, names) for name, optimizer in task.optimizers.items()
         },
-        "scaler": _state_of(task.precision.scaler),
-        "criterion": _state_of(task.criterion_module),
+        "scaler": state_of(task.precision.scaler),
+        "criterion": state_of(task.criterion_module),
         "averages": {name: dict(values) for name, values in task.averages.items()},
         "evaluating": [
             name for name, module in task.bare_model.named_modules() if id(module) in evaluating
@@ -235,7 +235,8 @@ def _restore_modes(task: Task, evaluating: list[str], frozen: list[str]) -> None
         parameter.requires_grad_(name not in frozen)
 
 
-def _state_of(thing: Any) -> dict[str, Any]:
+def state_of(thing: Any) -> dict[str, Any]:
+    """The state of a step, a criterion or a scaler; empty where it has none."""
     method = getattr(thing, "state_dict", None)
     return dict(method()) if callable(method) and not isinstance(thing, type) else {}
 

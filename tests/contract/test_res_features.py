@@ -108,7 +108,7 @@ def tbptt() -> dict[str, Any]:
         "model": model,
         "optimizer": torch.optim.Adam(model.parameters(), lr=0.01),
         "criterion": nn.MSELoss(),
-        "train": Data(Walks(), 4),
+        "train": Data(Walks(), 4, shuffle=False),
         "train_step": TruncatedBackpropagation(3, stateful=True),
         "train_meters": {},
     }
