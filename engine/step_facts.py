@@ -42,11 +42,16 @@ def resolve_step(step: str | Step) -> tuple[Step, StepFacts]:
         return made, _facts(entry.declared)
     if not callable(step):
         raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
-    declared = next((e.declared for e in train_steps if e.target in (step, type(step))), None)
+    declared = next((e.declared for e in train_steps if _is_of(step, e.target)), None)
     if declared is None:
         names = ("whole_model_forward", "takes", "one_piece")
         declared = {name: getattr(step, name) for name in names if hasattr(step, name)}
     return step, _facts(declared)
+
+
+def _is_of(step: Step, target: Any) -> bool:
+    """The step is what was registered, or an object of its class or of one made from it."""
+    return step is target or (isinstance(target, type) and isinstance(step, target))
 
 
 def _facts(declared: Mapping[str, Any]) -> StepFacts:

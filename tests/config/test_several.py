@@ -11,6 +11,7 @@ import torch
 import phaseloop.hooks
 import phaseloop.train_steps  # noqa: F401 registers the steps
 from phaseloop import ConfigError
+from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.config.build import build
 from phaseloop.engine.config.compose import compose, merge
 from phaseloop.engine.config.schema import check
@@ -191,3 +192,22 @@ def test_a_whole_run_in_stages_from_the_command_line(here: Path) -> None:
     refused = cli.run(["config=stages", "phases.main.repeat=3"], here)
     assert refused.returncode == 2
     assert "phases.main.repeat: 2 -> 3" in refused.stderr
+
+
+def test_stages_in_another_order_are_another_run(here: Path) -> None:
+    stages = ["{name: a, updates: 2}", "{name: b, updates: 2}"]
+    assert cli.run(["config=tiny", f"phases=[{', '.join(stages)}]"], here).returncode == 0
+    refused = cli.run(["config=tiny", f"phases=[{', '.join(stages[::-1])}]"], here)
+    assert refused.returncode == 2
+    assert "phases.order: ['a', 'b'] -> ['b', 'a']" in refused.stderr
+
+
+def test_how_a_stages_data_are_read_may_change() -> None:
+    def config(**changes: Any) -> dict[str, Any]:
+        train = {"batch_size": 4, **changes}
+        return {"phases": [{"name": "a", "epochs": 1, "data": {"train": train}}]}
+
+    assert not forbidden_changes(config(), config(workers=2, micro_batch_size=2))
+    assert forbidden_changes(config(), config(batch_size=8)) == [
+        "phases.a.data.train.batch_size: 4 -> 8"
+    ]

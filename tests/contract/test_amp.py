@@ -125,6 +125,33 @@ def test_amp_the_forward_is_in_half_precision_and_the_loss_is_not() -> None:
     assert model.weight.dtype == torch.float32
 
 
+def test_amp_the_scale_moves_once_an_update_however_often_an_optimizer_steps() -> None:
+    """Three pieces a batch, four batches, growth interval 4: the scale has doubled once."""
+    from phaseloop.train_steps import TruncatedBackpropagation
+
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+            return self.w * x, None
+
+    model = Echo()
+    x = torch.ones(4, 3)
+    task = Task(
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train=Data(TensorData(x, x), 1),
+        train_step=TruncatedBackpropagation(1),
+        phases=Phases(epochs=1),
+        precision=scaled(growth_interval=4),
+    )
+    assert train(task).updates == 4
+    assert scale_of(task) == (2048, 0)
+
+
 class Pair(nn.Module):
     """Two weights, each with its own input."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from phaseloop import (
     Batch,
     ConfigError,
     Data,
+    PhaseloopError,
     Phases,
     Schedule,
     Stage,
@@ -22,9 +24,10 @@ from phaseloop import (
 )
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.learning_rate import LearningRate
+from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
 from tests.rigs.probes import watch
-from tests.rigs.r0 import numbers, train
+from tests.rigs.r0 import numbers, r0, train
 
 BATCHES, SIZE = 10, 4
 
@@ -217,6 +220,114 @@ def test_opt_b_frequencies_in_a_step_of_one_micro_batch() -> None:
     assert model.b.item() == -(2 + 8)
 
 
+def test_opt_b_an_optimizer_without_gradients_has_not_moved() -> None:
+    """The discriminator is frozen: it is passed over, its schedule stands, and it counts 0."""
+    model = GAN()
+    model.discriminator.requires_grad_(False)
+    task = gan_task(model=model, schedule=Schedule(cosine()))
+    assert train(task, learning_rate=LearningRate()).updates == BATCHES
+    assert task.progress.moved == {"generator": BATCHES}
+    assert task.optimizers["discriminator"].param_groups[0]["lr"] == 0.01
+
+
+def test_opt_b_frequencies_count_from_a_stages_beginning() -> None:
+    """Five updates in each of two stages, every second: two moves in each, and none left over."""
+    stages = [Stage(name="a", updates=5), Stage(name="b", updates=5)]
+    wheres: list[float] = []
+
+    def look(task: Task) -> None:
+        if task.stepping == ("generator",):
+            wheres.append(task.optimizers["generator"].param_groups[0]["lr"])
+
+    task = gan_task(every={"generator": 2}, phases=stages, schedule=Schedule(cosine()))
+    train(task, learning_rate=LearningRate(), look=watch("on_update", look))
+    assert task.progress.moved == {"discriminator": 10, "generator": 4}
+    assert wheres == pytest.approx([0.1, 0.05] * 2)
+
+
+def test_opt_b_a_skip_may_name_the_optimizers() -> None:
+    """In one update of both, the first is left out."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(()))
+            self.b = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a * x[:, 0] + self.b * x[:, 1]
+
+    def pair_task(rows: list[list[float]]) -> Task:
+        model = Pair()
+        return Task(
+            model=model,
+            criterion=lambda output, target: output.mean(),
+            optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
+            train=Data(TensorData(torch.tensor(rows)), 1, shuffle=False),
+            phases=Phases(epochs=1),
+        )
+
+    task = pair_task([[1, 1], [math.nan, 1]])
+    train(task, non_finite=NonFinite("skip"))
+    assert task.progress.moved == {"a": 1, "b": 2}
+    assert (task.bare_model.a.item(), task.bare_model.b.item()) == (-1, -2)
+
+
+def two_passes(task: Task) -> None:
+    """Adds two sums of weights into one update."""
+    for _ in range(2):
+        for batch in task.window():
+            loss = task.forward(batch.input).mean()
+            task.backward(loss, weight=2)
+    task.update()
+
+
+def all_at_once(task: Task) -> None:
+    """Takes the micro-batches out of their loop."""
+    for batch in list(task.window()):
+        task.backward(task.forward(batch.input).mean())
+    task.update()
+
+
+def too_late(task: Task) -> None:
+    """Asks for a skip when the update is made."""
+    task.skip_update("too late")
+
+
+def nested(task: Task) -> None:
+    with task.only("optimizer"), task.only("optimizer"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (two_passes, "follows one whose losses had weights"),
+        (all_at_once, "belongs inside the loop over window"),
+        (too_late, "belongs in on_gradients"),
+        (nested, "no other only"),
+    ],
+)
+def test_opt_what_a_step_must_not_do_is_an_error(step: Any, message: str) -> None:
+    step.takes = "window"
+    with pytest.raises(PhaseloopError, match=message):
+        train(r0([1, 2, 3, 4], 4, data={"micro_batch_size": 2}, train_step=step))
+
+
+def test_opt_a_parameter_of_two_optimizers_is_refused() -> None:
+    model = GAN()
+    both = {"a": torch.optim.SGD(model.parameters(), 1.0),
+            "b": torch.optim.SGD(model.generator.parameters(), 1.0)}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"optimizers\.b: a moves generator\.0\.weight already"):
+        train(gan_task(model=model, optimizer=both))
+
+
+def test_opt_the_step_of_a_later_stage_has_to_suit_lbfgs() -> None:
+    stages = [Stage(name="a", epochs=1), Stage(name="b", epochs=1, train_step="standard")]
+    with pytest.raises(ConfigError, match="LBFGS asks for the loss several times"):
+        train(lbfgs_task(Distance(), phases=stages))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -402,7 +513,7 @@ def sequence_task(model: nn.Module, stateful: bool = False, **options: Any) -> T
         model=model,
         criterion=nn.MSELoss(),
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
-        train=Data(TensorData(*sequences()), 4, shuffle=False, **data),
+        train=Data(TensorData(*sequences()), 4, **{"shuffle": False, **data}),
         train_step=TruncatedBackpropagation(PIECE, stateful=stateful),
         **options,
     )
@@ -464,6 +575,11 @@ def test_opt_d_the_reported_loss_is_the_mean_over_all_time_steps() -> None:
     last = losses.seen[-6:]
     mean = sum(w * x for w, x in zip(weights, last, strict=True)) / sum(weights)
     assert float(task.meter_sets["train"].loss.compute()) == pytest.approx(mean, rel=1e-12)
+
+
+def test_opt_d_stateful_batches_in_another_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train_step\.stateful: a batch goes on"):
+        train(sequence_task(Recurrent("tuple"), stateful=True, data={"shuffle": True}))
 
 
 def test_opt_d_micro_batches_are_refused() -> None:

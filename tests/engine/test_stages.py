@@ -117,6 +117,13 @@ def test_tests_at_parts_of_an_epoch(every: float, updates: list[int]) -> None:
         assert updates == ends
 
 
+def test_a_border_at_a_skipped_window_is_tested_all_the_same() -> None:
+    """Half an epoch is at window 5, which is skipped."""
+    skip = watch("on_gradients", lambda t: t.progress.windows == 4 and t.skip_update("x"), order=50)
+    updates = [u for _, u in run_and_note(task_of(Phases(epochs=1, test_every_epochs=0.5)), s=skip)]
+    assert updates == [4, 9]
+
+
 def test_tests_by_time(monkeypatch: Any) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr("phaseloop.engine.committing.time.monotonic", lambda: float(next(clock)))

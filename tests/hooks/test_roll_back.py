@@ -12,9 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import ConfigError, Hook, NonFiniteError, PhaseloopError, Task
+from phaseloop import (
+    Batch,
+    ConfigError,
+    Hook,
+    LossScale,
+    NonFiniteError,
+    Order,
+    PhaseloopError,
+    Precision,
+    Task,
+    Trainer,
+)
 from phaseloop.engine.data.order import epoch_order
+from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.non_finite import NonFinite
+from phaseloop.train_steps import Alternating
 from tests.rigs import process, r1
 from tests.rigs.equal import assert_eq, probe_of, rows
 from tests.rigs.r1 import At
@@ -191,12 +204,8 @@ def test_a_hook_that_cannot_go_back_is_named(tmp_path: Path) -> None:
 
 
 def test_an_overflow_of_scaled_gradients_is_no_reason(tmp_path: Path) -> None:
-    from phaseloop import LossScale, Precision
-
     options = {"precision": Precision("float16", LossScale(initial=2.0**127))}
     task = r1.make_task(tmp_path / "run", epochs=1, **options)
-    from phaseloop import Trainer
-
     Trainer(task, r1.make_hooks(non_finite=NonFinite("roll_back"))).train()
     assert task.progress.roll_backs == 0
     assert task.progress.skipped > 0
@@ -205,3 +214,86 @@ def test_an_overflow_of_scaled_gradients_is_no_reason(tmp_path: Path) -> None:
 def test_what_cannot_be_is_named() -> None:
     with pytest.raises(ConfigError, match="most_roll_backs: 0 is less than 1"):
         NonFinite("roll_back", most_roll_backs=0)
+
+
+def test_back_into_the_epoch_before(tmp_path: Path) -> None:
+    """Update 13 goes wrong, checkpoint 8 is the newest: epoch 1 ends again, and once."""
+    folder = tmp_path / "run"
+    save = {"every_epochs": None, "every_updates": 8}
+    assert process.result(train, folder, pair_of(13), save=save)["updates"] == 30
+    ends = [line["update"] for line in r1.lines(probe_of(folder), "phase_end")]
+    assert ends == [10, 10, 20, 30]  # before the roll-back, and then once for each epoch
+    (event,) = events(folder)
+    assert (event["update"], event["to"]) == (13, 8)
+
+
+def test_an_epoch_that_is_gone_back_in_has_one_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process.result(train, folder, pair_of(17), test=True)
+    ends = r1.lines(probe_of(folder), "phase_end")
+    assert [(line["phase"], line["update"]) for line in ends] == [
+        (name, update) for update in (10, 20, 30) for name in ("train", "test")
+    ]
+
+
+@pytest.mark.parametrize("lengths", [{"first_updates": 14}, {"after_updates": 14}], ids=str)
+def test_what_is_frozen_goes_back_too(tmp_path: Path, lengths: dict[str, int]) -> None:
+    """Update 17 goes wrong and the run goes back to 12: updates 13 and 14 are as they were."""
+    moved: list[tuple[int, int, bool]] = []
+
+    class Note(Hook):
+        order = Order.FREEZE + 1
+
+        def on_gradients(self, task: Task) -> None:
+            frozen = task.bare_model[0].weight.grad is None
+            moved.append((task.progress.roll_backs, task.progress.updates + 1, frozen))
+
+    hooks = {"freeze": Freeze(["0.*"], **lengths), "note": Note()}
+    save = {"every_epochs": None, "every_updates": 12}
+    train(tmp_path / "run", pair_of(17), hooks=hooks, save=save)
+    assert {count for count, _, _ in moved} == {0, 1}
+    for _, update, frozen in moved:
+        assert frozen is ((update <= 14) if "first_updates" in lengths else (update > 14)), update
+
+
+class NanFirst(Alternating):
+    """The first optimizer's loss is NaN at update 6, once; the other's never is."""
+
+    def _loss(self, task: Task, name: str, batch: Batch) -> Tensor:
+        loss = super()._loss(task, name, batch)
+        bad = name == "first" and task.progress.updates == 5 and not task.progress.roll_backs
+        return loss * math.nan if bad else loss
+
+
+class Twice:
+    """The same loss for both layers."""
+
+    def first(self, model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch.input), batch.target)
+
+    last = first
+
+
+def test_what_moved_in_a_window_that_goes_back_is_not_saved(tmp_path: Path) -> None:
+    """The other optimizer has moved when the first's loss is NaN: no checkpoint 6 comes of it."""
+    folder = tmp_path / "run"
+    model = r1.network()
+    optimizers = {
+        "first": torch.optim.SGD(model[0].parameters(), lr=0.1),
+        "last": torch.optim.SGD(model[3].parameters(), lr=0.1),
+    }
+    hooks = {"non_finite": NonFinite("roll_back")}
+    r1.train(
+        folder, hooks=hooks, save={"every_updates": 2}, model=model, optimizer=optimizers,
+        train_step=NanFirst(), criterion=Twice(), train_meters={}, epochs=1,
+    )  # fmt: skip
+    (event,) = events(folder)
+    assert (event["update"], event["to"]) == (6, 4)
+
+
+def test_a_nan_loss_is_a_fault_with_scaled_gradients_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    half = Precision("float16", LossScale(initial=8))
+    outcome = train(folder, pair_of(17), precision=half)
+    assert outcome["updates"] == 30
+    assert [event["number"] for event in events(folder)] == [1]
