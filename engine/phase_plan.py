@@ -217,6 +217,17 @@ class PhasePlan:
 
     # --- when it tests ---
 
+    @property
+    def tests(self) -> bool:
+        """A test comes at some time."""
+        return bool(self.test_sets) and (self._has_cadence or self.phases.test_at_start)
+
+    @property
+    def _has_cadence(self) -> bool:
+        phases = self.phases
+        cadences = (phases.test_every_epochs, phases.test_every_updates, phases.test_every_time)
+        return any(every is not None for every in cadences)
+
     def test_due_at_start(self, progress: Progress) -> bool:
         """A test is due before the stage's first update."""
         begun = progress.epoch > self.origin.epochs or progress.updates > self.origin.updates
@@ -237,9 +248,8 @@ class PhasePlan:
         if not self._untested(progress):
             return False
         phases = self.phases
-        cadences = (phases.test_every_epochs, phases.test_every_updates, phases.test_every_time)
         if self.length_reached(progress) or self._epochs_are_over(progress):
-            return any(every is not None for every in cadences)
+            return self._has_cadence
         whole = None if self._within_epochs else phases.test_every_epochs
         if whole is not None and self.epoch(progress) % whole == 0:
             return True

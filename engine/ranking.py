@@ -50,6 +50,7 @@ class Ranking:
                 f"{self.metric!r} does not begin with the name of a phase: "
                 f"{listing(task.meter_sets)}",
             )
+        task.stages.check_comes(self.metric, f"{self.key}.metric")
         # Found now and not at the first test, which may be many epochs away.
         known = [f"{phase}/{name}" for name in task.meter_sets[phase].names]
         if f"{phase}/{meter.split('/')[0]}" not in known:

@@ -122,6 +122,19 @@ class Stages:
         """Updates planned for all stages; those whose length is a time count as 0."""
         return sum(plan.updates for plan in self.plans())
 
+    def check_comes(self, metric: str, key: str) -> None:
+        """Raises ConfigError for a metric, ``test/loss``, of a test set that is never run."""
+        phase = metric.partition("/")[0]
+        if phase == TRAIN or self._task.test_only:
+            return
+        plans = [plan for plan in self.plans() if phase in plan.test_sets]
+        if not any(plan.tests or not plan.trains for plan in plans):
+            raise ConfigError(
+                key,
+                f"{metric!r} never comes, since {phase} is never run: set "
+                f"phases.test_every_epochs, test_every_updates or test_every_time",
+            )
+
     def data(self, stage: Stage) -> Data | None:
         """The training data of a stage."""
         return self._task.train_data if stage.train is None else stage.train

@@ -237,7 +237,10 @@ class _Rising(Hook):
         # Here the host waits for the device, at every update.
         loss = task.recorder.row().get("loss")
         if loss is None:
-            raise PhaseloopError("the train step reports no loss: use task.criterion or measure")
+            raise PhaseloopError(
+                "the train step reports no loss for the range test to follow: it is for steps with "
+                "one loss and one optimizer, which use task.criterion or task.measure"
+            )
         rate = self._settings.rate(task.progress.updates - 1)
         if not math.isfinite(loss):
             task.request_stop(f"the loss is not finite at rate {rate:.3g}")

@@ -24,6 +24,8 @@ SIGNALLED = 128
 _HYDRA_FLAGS = ("-m", "--multirun", "-sc", "--shell-completion", "-c", "--cfg", "-i", "--info",
                 "--hydra-help")  # fmt: skip
 
+_SWEEP = "sweep"
+
 TIMED_FOLDER = (
     "warning: run.dir has the time in it, so the same command will not find this run again and "
     "run.resume=auto cannot continue it; use a fixed folder"
@@ -107,37 +109,58 @@ def exit_code(job: Callable[[], int]) -> int:
 
 def _hand_to_hydra(words: list[str]) -> None:
     """Several runs, shell completion, and Hydra's own information."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-
-    # Hydra's own composition only has to find every name: each job composes for itself again.
     here = Path.cwd() / "configs"
     search = [f"hydra.searchpath=[file://{here}]"] if here.is_dir() else []
     flags = [word for word in words if word.startswith("-")]
     rest = composing.normalize([w for w in words if not w.startswith("-")], composing.groups())
-    if {"-m", "--multirun"} & set(flags):
-        try:
-            composing.check_experiment(rest)
-        except ConfigError as error:
-            print(f"wrong configuration: {error}", file=sys.stderr)
-            sys.exit(WRONG_CONFIG)
-    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-    sys.argv = [sys.argv[0], *flags, *rest, *quiet, *search]
+    if not {"-m", "--multirun"} & set(flags):
+        _start_hydra(composing.MAIN, [*flags, *rest, *search], lambda jobs_words: DONE)
+        return
+    try:
+        composing.check_experiment(rest)
+    except ConfigError as error:
+        print(f"wrong configuration: {error}", file=sys.stderr)
+        sys.exit(WRONG_CONFIG)
+    # Hydra could not put together what we can, such as a list of stages in place of one; so it
+    # gets the words under other names, and splits them into jobs.
+    keys: dict[str, str] = {}
+    sent: list[str] = []
+    for word in rest:
+        key, sign, value = word.partition("=")
+        if key.lstrip("+").startswith("hydra"):
+            sent.append(word)
+        elif sign and not word.startswith("~"):
+            sent.append(f"++word{len(keys)}={value}")
+            keys[f"word{len(keys)}"] = key
+    deleted = [word for word in rest if word.startswith("~")]
 
-    @hydra.main(
-        config_path=str(composing.PACKAGE_CONFIGS), config_name=composing.MAIN, version_base="1.3"
-    )
-    def job(_: Any) -> None:
-        config = HydraConfig.get()
-        task = [word for word in config.overrides.task if not word.startswith("config=")]
-        name = ",".join(word.lstrip("+").replace("/", "_") for word in task)
+    def job(words: list[str]) -> int:
+        pairs = [word.lstrip("+").split("=", 1) for word in words]
+        own = [f"{keys[name]}={value}" for name, value in pairs if name in keys]
+        named = [word for word in [*own, *deleted] if not word.startswith("config=")]
+        name = ",".join(word.lstrip("+").replace("/", "_") for word in named)
+        return run([*own, *deleted], name)
+
+    _start_hydra(_SWEEP, [*flags, *sent, *search], job)
+
+
+def _start_hydra(config: str, words: list[str], job: Callable[[list[str]], int]) -> None:
+    """Let Hydra read ``words``, and call ``job`` with those of each job that it makes of them."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    sys.argv = [sys.argv[0], *words, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+    @hydra.main(config_path=str(composing.PACKAGE_CONFIGS), config_name=config, version_base="1.3")
+    def each(_: Any) -> None:
+        words = list(HydraConfig.get().overrides.task)
         GlobalHydra.instance().clear()  # there can be one at a time, and run() needs its own
-        code = run(list(config.overrides.task), name)
+        code = job(words)
         if code != DONE:
             sys.exit(code)
 
-    job()
+    each()
 
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ class Mover:
         phase, _, meter = metric.partition("/")
         if f"{phase}/{meter.split('/')[0]}" not in known:
             self._missing(known, at_start=True)
+        elif self.schedule.strict:
+            task.stages.check_comes(metric, f"{self.schedule.key}.metric")
         higher, mode = task.direction(metric), getattr(self.scheduler, "mode", None)
         if higher is not None and mode == ("min" if higher else "max"):
             raise ConfigError(

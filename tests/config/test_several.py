@@ -16,6 +16,7 @@ from phaseloop.engine.config.build import build
 from phaseloop.engine.config.compose import compose, merge
 from phaseloop.engine.config.schema import check
 from phaseloop.engine.task import Task
+from phaseloop.tools import run as program
 from tests.rigs import cli
 
 PAIR = """\
@@ -211,3 +212,29 @@ def test_how_a_stages_data_are_read_may_change() -> None:
     assert forbidden_changes(config(), config(batch_size=8)) == [
         "phases.a.data.train.batch_size: 4 -> 8"
     ]
+
+
+def test_stages_may_be_swept(here: Path) -> None:
+    """Hydra itself could not put a list of stages in place of one stage."""
+    words = ["--multirun", "config=stages", "phases.main.updates=1,2", "hooks.checkpoint=null"]
+    swept = cli.run(words, here)
+    assert swept.returncode == 0, swept.stderr
+    jobs = sorted(path.name for path in (here / "runs" / "stages").iterdir())
+    assert jobs == [f"phases.main.updates={n},hooks.checkpoint=null" for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("schedule={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: test/loss}",
+         "schedule.metric"),
+        ("hooks.early_stop={metric: test/accuracy, patience: 1}", "hooks.early_stop.metric"),
+        ("hooks.checkpoint={keep_best: 1, metric: test/loss}", "hooks.checkpoint.metric"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_never_comes_is_told_at_the_start(
+    here: Path, capfd: pytest.CaptureFixture[str], word: str, key: str
+) -> None:
+    assert program.run(["config=tiny", "phases.test_every_epochs=null", word]) == 2
+    assert f"{key}: 'test/" in (message := capfd.readouterr().err)
+    assert "never comes, since test is never run" in message
