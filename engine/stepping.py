@@ -44,6 +44,7 @@ class Stepping(Turns):
         self.gradient_norm: Tensor | None = None
         self.measuring = True
         self._passed = False
+        self._yielded = 0
 
     @property
     def device(self) -> torch.device:
@@ -81,19 +82,32 @@ class Stepping(Turns):
                 "this step gets one micro-batch a call, by next_batch(); one that goes through "
                 'window() has to be registered with takes="window"'
             )
-        if self.accumulator.is_weighted:
+        self._check_pass()
+        self.accumulator.begin_pass()
+        self._passed = False
+        for number, batch in enumerate(self._window, 1):
+            if self.changes_input:
+                batch = self._prepared(batch)
+            self.batch = batch
+            self._yielded = number
+            yield batch
+        self._passed = len(self._window) > 1
+
+    def _check_pass(self) -> None:
+        """Passes that are added into one update have to be means over the same."""
+        accumulator = self.accumulator
+        if not accumulator.has_gradients:
+            return
+        if accumulator.is_weighted:
             raise PhaseloopError(
                 "this pass through window() follows one whose losses had weights, and update() was "
                 "not called in between: two sums of weights have no one mean"
             )
-        self.accumulator.begin_pass()
-        self._passed = False
-        for batch in self._window:
-            if self.changes_input:
-                batch = self._prepared(batch)
-            self.batch = batch
-            yield batch
-        self._passed = len(self._window) > 1
+        if self._yielded < len(self._window):
+            raise PhaseloopError(
+                "this pass through window() follows one that was broken off, and update() was not "
+                "called in between: a mean over a part of the batch and one over all of it"
+            )
 
     def _prepared(self, batch: Batch) -> Batch:
         """In the types and the memory layout that the model expects."""

@@ -434,3 +434,33 @@ def test_a_group_added_later_is_an_error_that_says_why() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(PhaseloopError, match="a parameter group was added after ExponentialLR"):
         rates.set(1, 0)
+
+
+def two_layers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """An optimizer for each linear layer."""
+    return {
+        "first": torch.optim.SGD(model[0].parameters(), lr=0.1),  # type: ignore[index]
+        "last": torch.optim.SGD(model[3].parameters(), lr=0.1),  # type: ignore[index]
+    }
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+
+def test_a_stop_is_no_end_for_a_scheduler(tmp_path: Path) -> None:
+    """Stopped after update 4, between two steps of the second optimizer: what is logged for update
+    5 is what the second used at update 4."""
+    options: dict[str, Any] = {
+        "optimizer": two_layers, "every": {"last": 2}, "schedule": TorchSchedule(exponential),
+        "epochs": 1,
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    stopped = process.run(
+        r1.train, folder, probe_of(folder), hooks={"at": At("on_step", 4, "stop")}, **options
+    )
+    assert stopped.code == 0, stopped.output
+    process.result(r1.train, folder, probe_of(folder), **options)
+    row = next(row for row in equal.rows(folder) if row.get("update") == 5)
+    assert row["last/lr"] == pytest.approx(0.1 * 0.9)  # its second step; the first used .1
+    assert_eq(undisturbed(**options), folder)

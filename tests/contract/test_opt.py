@@ -289,6 +289,16 @@ def all_at_once(task: Task) -> None:
     task.update()
 
 
+def broken_off(task: Task) -> None:
+    """Adds a pass over one micro-batch to one over all."""
+    for batch in task.window():
+        task.backward(task.forward(batch.input).mean())
+        break
+    for batch in task.window():
+        task.backward(task.forward(batch.input).mean())
+    task.update()
+
+
 def too_late(task: Task) -> None:
     """Asks for a skip when the update is made."""
     task.skip_update("too late")
@@ -303,6 +313,7 @@ def nested(task: Task) -> None:
     ("step", "message"),
     [
         (two_passes, "follows one whose losses had weights"),
+        (broken_off, "follows one that was broken off"),
         (all_at_once, "belongs inside the loop over window"),
         (too_late, "belongs in on_gradients"),
         (nested, "no other only"),
