@@ -6,7 +6,6 @@ and of the :class:`Stretch` of the training that the curve is for.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -24,6 +23,7 @@ from fvcore.common.param_scheduler import (
 )
 
 from phaseloop.engine.errors import ConfigError, RegistryError
+from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.registry import register_schedule, schedules
 from phaseloop.engine.schedules.joined import Joined
 from phaseloop.engine.schedules.stretch import Stretch, Unit, check_unit, shares
@@ -31,6 +31,20 @@ from phaseloop.engine.schedules.stretch import Stretch, Unit, check_unit, shares
 log = logging.getLogger("phaseloop")
 
 Build = Callable[[float, Stretch], ParamScheduler]
+
+
+def curve_facts(build: Build) -> dict[str, Any]:
+    """A curve's kind and, of those in this file, its options, which its function encloses."""
+    if isinstance(build, _Endless):
+        return {"kind": "constant"}
+    if not inspect.isfunction(build) or build.__module__ != __name__:
+        return {"kind": name_of(build)}
+    options = {
+        key: [curve_facts(one) for one in value] if key == "builds" else fact_of(value)
+        for key, value in inspect.getclosurevars(build).nonlocals.items()
+        if key != "told"
+    }
+    return {"kind": build.__qualname__.split(".")[0], **options}
 
 
 class _Endless:
@@ -125,12 +139,10 @@ def multi_step(
     if len(after) != len(milestones):
         raise ConfigError("schedule.factors", f"give {len(milestones)}, one per milestone")
 
-    @functools.cache
-    def reached(stretch: Stretch) -> list[float]:
-        return _reached(milestones, unit, stretch)
+    told: set[int] = set()
 
     def build(base: float, stretch: Stretch) -> ParamScheduler:
-        places = reached(stretch)
+        places = _reached(milestones, unit, stretch, told)
         lengths = [b - a for a, b in zip([0.0, *places], [*places, 1.0], strict=True)]
         steps = [ConstantParamScheduler(base * factor) for factor in [1.0, *after]]
         return Joined(steps[: len(lengths)], lengths)
@@ -138,10 +150,13 @@ def multi_step(
     return build
 
 
-def _reached(milestones: list[float], unit: Unit, stretch: Stretch) -> list[float]:
+def _reached(milestones: list[float], unit: Unit, stretch: Stretch, told: set[int]) -> list[float]:
     """The milestones that the training reaches, as ``where`` on the stretch.
 
     Later ones are no mistake, as a run may be made shorter; but they are not dropped in silence.
+
+    Args:
+        told: how many were kept where a warning was given; each group asks for its own curve.
     """
     places = [stretch.place(milestone, unit) for milestone in milestones]
     if places and places[0] <= 0:
@@ -149,7 +164,8 @@ def _reached(milestones: list[float], unit: Unit, stretch: Stretch) -> list[floa
             "schedule.milestones", f"{milestones[0]:g} {unit} is not after the curve's start"
         )
     kept = [place for place in places if place < 1 - 1e-12]
-    if len(kept) < len(places):
+    if len(kept) < len(places) and len(kept) not in told:
+        told.add(len(kept))
         log.warning(
             "the training ends before these milestones of its schedule: %s %s",
             ", ".join(f"{m:g}" for m in milestones[len(kept) :]),

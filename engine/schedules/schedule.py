@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fvcore.common.param_scheduler import LinearParamScheduler, ParamScheduler
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.facts import fact_of
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
-from phaseloop.engine.schedules.curves import Build
+from phaseloop.engine.schedules.curves import Build, curve_facts
 from phaseloop.engine.schedules.joined import BELOW_ONE, Joined
 from phaseloop.engine.schedules.stretch import Calendar, Stretch
 
@@ -153,6 +155,17 @@ class Schedule:
         else:
             where = epochs_done / self._epochs
         return float(curve(min(where, BELOW_ONE)))
+
+    def facts(self) -> dict[str, Any]:
+        """What makes this schedule the one it is, as plain Python."""
+        return {
+            "curve": curve_facts(self._build),
+            "option": self.option,
+            "interval": self.interval,
+            "warmup": fact_of(self._warmup),
+            "groups": self.groups,
+            "scale_with_batch": fact_of(self.scale_with_batch),
+        }
 
     def _curve(self, base: float) -> ParamScheduler:
         with keyed(self.key):
