@@ -34,10 +34,10 @@ class _Applied:
 class Rates:
     """Applies schedules to an optimizer's groups.
 
-    A tensor stays the tensor that it is, and is filled. A group's base value is the one that the
-    optimizer was made with; it is kept in the group under ``base_<option>``, so that it is in every checkpoint. Where a group has ``<option>_scale``
+    A group's base value is the one that the optimizer was made with; it is kept in the group
+    under ``base_<option>``, so that it is in every checkpoint. Where a group has ``<option>_scale``
     (:func:`~phaseloop.engine.group_rules.parameter_groups`), the curve's value is multiplied
-    by it, and the base is the value without it.
+    by it, and the base is the value without it. A tensor is filled, and stays the one it is.
 
     Args:
         optimizer: whose groups.
@@ -169,9 +169,10 @@ class Rates:
                 taken[index, option] = schedule.key
                 scale = float(group.get(f"{schedule.option}_scale", 1.0))
                 value = group["betas"][0] if option == "betas" else group[option]
-                if isinstance(value, Tensor) and option != "betas":
-                    if any(value is group.get(option) for group in groups[:index]):
-                        group[option] = value.clone()  # else they could not differ
+                if isinstance(value, Tensor) and any(
+                    value is g.get(option) for g in groups[:index]
+                ):
+                    group[option] = value.clone()  # else they could not differ
                 group.setdefault(base_key, float(value))
                 covered.append((index, scale))
             self._applied.append(_Applied(schedule, option, base_key, covered))
