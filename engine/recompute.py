@@ -33,14 +33,17 @@ def recomputing(compile: Mapping[str, Any] | None) -> Callable[..., Any]:
         if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
             return own(*args, **kwargs)
         before = _Before(self)
-        return checkpoint(
-            own,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=lambda: (nullcontext(), before.again(self)),
-            **kwargs,
-        )
+        try:
+            return checkpoint(
+                own,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                context_fn=lambda: (nullcontext(), before.again(self)),
+                **kwargs,
+            )
+        finally:
+            before.let_go()
 
     if compile is None:
         return forward
