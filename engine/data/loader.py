@@ -183,7 +183,7 @@ class Loader:
     def _take_dataset(self) -> None:
         data, dataset = self._data, self._epochs.dataset
         self._mix = dataset if isinstance(dataset, Mix) else None
-        self._reader = Reader(dataset, data.collate, data.batch_transform)
+        self._reader = Reader(dataset, data.collate, data.batch_transform, self.key)
 
     def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         for window, request in self._plan_requests(epoch, roll_backs, first):

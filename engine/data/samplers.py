@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phaseloop.engine import registry, rng
 from phaseloop.engine.data.order import Blocks, Order, Passes, uniform
+from phaseloop.engine.data.places import placed
 from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.registry import register_sampler
@@ -76,9 +77,12 @@ class Sampler:
                 f"it gives {len(values)} values for the {len(dataset)} samples of the dataset",
             )
         values = values if chosen is None else values[chosen.numpy()]
-        if isinstance(self.target, type):
-            return Orders(self.target(values, **self.options), key)
-        return Orders(functools.partial(self.target, values, **self.options), key)
+        try:
+            if isinstance(self.target, type):
+                return Orders(self.target(values, **self.options), key)
+            return Orders(functools.partial(self.target, values, **self.options), key)
+        except (ConfigError, DataError) as error:
+            raise placed(error, key.removesuffix(".sampler")) from error
 
     def facts(self) -> dict[str, Any]:
         """What makes this sampler the one it is, as plain Python."""
