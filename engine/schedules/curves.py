@@ -23,7 +23,6 @@ from fvcore.common.param_scheduler import (
 )
 
 from phaseloop.engine.errors import ConfigError, RegistryError
-from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.registry import register_schedule, schedules
 from phaseloop.engine.schedules.joined import Joined
 from phaseloop.engine.schedules.stretch import Stretch, Unit, check_unit, shares
@@ -31,20 +30,6 @@ from phaseloop.engine.schedules.stretch import Stretch, Unit, check_unit, shares
 log = logging.getLogger("phaseloop")
 
 Build = Callable[[float, Stretch], ParamScheduler]
-
-
-def curve_facts(build: Build) -> dict[str, Any]:
-    """A curve's kind and, of those in this file, its options, which its function encloses."""
-    if isinstance(build, _Endless):
-        return {"kind": "constant"}
-    if not inspect.isfunction(build) or build.__module__ != __name__:
-        return {"kind": name_of(build)}
-    options = {
-        key: [curve_facts(one) for one in value] if key == "builds" else fact_of(value)
-        for key, value in inspect.getclosurevars(build).nonlocals.items()
-        if key != "told"
-    }
-    return {"kind": build.__qualname__.split(".")[0], **options}
 
 
 class _Endless:

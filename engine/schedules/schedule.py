@@ -6,6 +6,7 @@ lost. The curves are fvcore's ``ParamScheduler``s (fvcore/common/param_scheduler
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any
 from fvcore.common.param_scheduler import LinearParamScheduler, ParamScheduler
 
 from phaseloop.engine.errors import ConfigError
-from phaseloop.engine.facts import fact_of
+from phaseloop.engine.facts import fact_of, name_of
+from phaseloop.engine.schedules import curves
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
-from phaseloop.engine.schedules.curves import Build, curve_facts
+from phaseloop.engine.schedules.curves import Build
 from phaseloop.engine.schedules.joined import BELOW_ONE, Joined
 from phaseloop.engine.schedules.stretch import Calendar, Stretch
 
@@ -159,7 +161,7 @@ class Schedule:
     def facts(self) -> dict[str, Any]:
         """What makes this schedule the one it is, as plain Python."""
         return {
-            "curve": curve_facts(self._build),
+            "curve": _curve_facts(self._build),
             "option": self.option,
             "interval": self.interval,
             "warmup": fact_of(self._warmup),
@@ -191,3 +193,17 @@ def keyed(key: str) -> Iterator[None]:
             raise
         problem = str(error)[len(error.key) + 2 :]
         raise ConfigError(key + error.key.removeprefix("schedule"), problem) from None
+
+
+def _curve_facts(build: Build) -> dict[str, Any]:
+    """A curve's kind and, of those by name, its options, which its function encloses."""
+    if getattr(build, "endless", False):
+        return {"kind": "constant"}
+    if not inspect.isfunction(build) or build.__module__ != curves.__name__:
+        return {"kind": name_of(build)}
+    options = {
+        key: [_curve_facts(one) for one in value] if key == "builds" else fact_of(value)
+        for key, value in inspect.getclosurevars(build).nonlocals.items()
+        if key != "told"  # which warnings were given
+    }
+    return {"kind": build.__qualname__.split(".")[0], **options}
