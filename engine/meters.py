@@ -5,16 +5,16 @@ Counts are int64 and sums float64, so that a thousand samples in bfloat16 still 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.registry import register_meter
+from phaseloop.engine.torch_metric import TorchMetric
+from phaseloop.engine.trees import copied
 
 
 @runtime_checkable
@@ -152,60 +152,6 @@ def _largest_class(output: Tensor, target: Tensor) -> Tensor:
     )
 
 
-class TorchMetric:
-    """Any metric of torchmetrics as a meter: updated without computing, its states saved.
-
-    Args:
-        metric: a :class:`torchmetrics.Metric` or ``MetricCollection``; its own syncing over
-            processes is not used.
-    """
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
-        self._is_collection = not hasattr(metric, "_update_count")
-        self.higher_is_better: Any = (
-            {name: part.higher_is_better for name, part in metric.items()}
-            if self._is_collection
-            else metric.higher_is_better
-        )
-        metric.persistent(True)
-
-    def update(self, output: Any, target: Any) -> None:
-        if isinstance(output, Tensor):
-            output = output.detach()
-        else:
-            output = pytree.tree_map_only(Tensor, Tensor.detach, output)
-        self.metric.update(output, target)
-
-    def compute(self) -> Any:
-        return self.metric.compute()
-
-    def reset(self) -> None:
-        self.metric.reset()
-
-    def to(self, device: torch.device) -> Any:
-        self.metric.to(device)
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        updates = [int(part._update_count) for part in self._metrics()]
-        return {"states": dict(self.metric.state_dict()), "updates": updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Copied, since torchmetrics goes on in the very tensors and lists that it is given.
-        self.metric.load_state_dict(copy.deepcopy(state["states"]))
-        for part, updates in zip(self._metrics(), state["updates"], strict=True):
-            part._update_count = updates
-            part._computed = None
-
-    def summed(self) -> list[Tensor]:
-        raise NotImplementedError("torchmetrics are synced by their own reductions")
-
-    def _metrics(self) -> list[Any]:
-        """The single metrics. Those of a collection that share their state have it up to date."""
-        return list(self.metric.values(copy_state=False)) if self._is_collection else [self.metric]
-
-
 class MeterSet:
     """The meters of one phase kind: the mean loss, and those that the user named.
 
@@ -294,6 +240,21 @@ class MeterSet:
         for key, meter in self._all().items():
             if key in state:
                 meter.load_state_dict(state[key])
+
+    def put_aside(self) -> dict[str, Any]:
+        """What :meth:`put_back` needs; a metric that gathers all samples is not copied whole."""
+        return {
+            key: meter.put_aside() if isinstance(meter, TorchMetric) else copied(meter.state_dict())
+            for key, meter in self._all().items()
+        }
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """As it was at :meth:`put_aside`; may be called again for the same ``kept``."""
+        theirs = {key for key, meter in self.meters.items() if isinstance(meter, TorchMetric)}
+        self.load_state_dict({key: copied(kept[key]) for key in kept if key not in theirs})
+        for key, meter in self.meters.items():
+            if isinstance(meter, TorchMetric):
+                meter.put_back(kept[key])
 
     def _all(self) -> dict[str, Meter]:
         parts = {f"loss/{name}": mean for name, mean in self.parts.items()}

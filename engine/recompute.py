@@ -8,9 +8,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.rng import HostGenerators
 
 
@@ -33,14 +34,17 @@ def recomputing(compile: Mapping[str, Any] | None) -> Callable[..., Any]:
         if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
             return own(*args, **kwargs)
         before = _Before(self)
-        return checkpoint(
-            own,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=lambda: (nullcontext(), before.again(self)),
-            **kwargs,
-        )
+        try:
+            return checkpoint(
+                own,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                context_fn=lambda: (nullcontext(), before.again(self)),
+                **kwargs,
+            )
+        finally:
+            before.let_go()
 
     if compile is None:
         return forward
@@ -73,21 +77,38 @@ class _Before:
 
     def __init__(self, module: nn.Module) -> None:
         self._generators = HostGenerators()
-        self._buffers = {id(b): b.clone() for b in module.buffers()}
-        self._places = [
-            (m, {n: id(b) for n, b in m._buffers.items() if b is not None})
+        self._owners = [
+            (m, {name: b for name, b in m._buffers.items() if b is not None})
             for m in module.modules()
             if m._buffers
         ]
+        self._copies = {id(b): b.clone() for _, were in self._owners for b in were.values()}
+        self._versions = self._versions_now()
+
+    def let_go(self) -> None:
+        """After the forward: keep copies only of the buffers of those modules that changed any."""
+        now = self._versions_now()
+        kept = {
+            id(b)
+            for m, were in self._owners
+            if _is_statistics(m) or any(self._changed(m, name, b, now) for name, b in were.items())
+            for b in were.values()
+        }
+        self._copies = {key: copy for key, copy in self._copies.items() if key in kept}
 
     @contextmanager
     def again(self, module: nn.Module) -> Iterator[None]:
-        """Everything as it was before, and after it as it is now."""
+        """Everything as it was before, and after it as it is now.
+
+        Raises:
+            PhaseloopError: a buffer that the forward left alone was changed since.
+        """
+        self._check()
         generators = HostGenerators()
         buffers = [(m, dict(m._buffers)) for m in module.modules()]
-        copies = {key: b.clone() for key, b in self._buffers.items()}
-        for m, names in self._places:
-            m._buffers.update({name: copies[key] for name, key in names.items()})
+        copies = {key: b.clone() for key, b in self._copies.items()}
+        for m, were in self._owners:
+            m._buffers.update({name: copies.get(id(b), b) for name, b in were.items()})
         self._generators.put_back()
         try:
             yield
@@ -96,3 +117,30 @@ class _Before:
             for m, now in buffers:
                 m._buffers.clear()
                 m._buffers.update(now)
+
+    def _check(self) -> None:
+        now = self._versions_now()
+        for m, were in self._owners:
+            for name, b in were.items():
+                if id(b) not in self._copies and self._versions[id(b)] != now[id(b)]:
+                    raise PhaseloopError(
+                        f"model.checkpoint: the buffer {name!r} of a {type(m).__name__} was "
+                        f"changed between its forward and backward, which computes with it again; "
+                        f"leave this module out"
+                    )
+
+    def _changed(self, m: nn.Module, name: str, b: Tensor, now: Mapping[int, int]) -> bool:
+        replaced = m._buffers.get(name) is not b
+        return replaced or b.is_inference() or now[id(b)] != self._versions[id(b)]
+
+    def _versions_now(self) -> dict[int, int]:
+        return {
+            id(b): 0 if b.is_inference() else b._version
+            for _, were in self._owners
+            for b in were.values()
+        }
+
+
+def _is_statistics(module: nn.Module) -> bool:
+    """Batch norms write to their running statistics without the tensors' versions telling."""
+    return any(name.startswith("running_") for name in module._buffers)

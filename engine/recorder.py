@@ -155,8 +155,12 @@ class Recorder:
     def _means(self) -> dict[str, float]:
         if not self._series:
             return {}
-        totals = torch.stack([series.total() for series in self._series.values()]).tolist()
-        weights = [float(series.weight()) for series in self._series.values()]
+        found = [(series.total(), series.weight()) for series in self._series.values()]
+        on_device = [weight for _, weight in found if isinstance(weight, Tensor)]
+        # In one tensor, so that there is one wait: weights on the device behind the totals.
+        read = torch.stack([*(total for total, _ in found), *on_device]).tolist()
+        totals, rest = read[: len(found)], iter(read[len(found) :])
+        weights = [next(rest) if isinstance(w, Tensor) else float(w) for _, w in found]
         return {
             name: total / weight
             for name, total, weight in zip(self._series, totals, weights, strict=True)

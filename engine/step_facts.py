@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.facts import name_of
 from phaseloop.engine.registry import train_steps
 
 Step = Callable[[Any], None]
@@ -20,11 +21,13 @@ class StepFacts:
         whole_model_forward: it calls the model as a whole, once per micro-batch.
         takes_window: it is called once per window and goes through ``task.window()``.
         one_piece: it cannot work on a batch that is cut into several micro-batches.
+        name: as it is registered, or that of the function or class.
     """
 
     whole_model_forward: bool = False
     takes_window: bool = False
     one_piece: bool = False
+    name: str = ""
 
 
 def resolve_step(step: str | Step) -> tuple[Step, StepFacts]:
@@ -39,14 +42,16 @@ def resolve_step(step: str | Step) -> tuple[Step, StepFacts]:
     if isinstance(step, str):
         entry = train_steps.get(step)
         made = entry.target() if isinstance(entry.target, type) else entry.target
-        return made, _facts(entry.declared)
+        return made, _facts(entry.declared, step)
     if not callable(step):
         raise ConfigError("train_step", f"{step!r} is neither a registered name nor callable")
-    declared = next((e.declared for e in train_steps if _is_of(step, e.target)), None)
-    if declared is None:
-        names = ("whole_model_forward", "takes", "one_piece")
-        declared = {name: getattr(step, name) for name in names if hasattr(step, name)}
-    return step, _facts(declared)
+    found = next((e for e in train_steps if _is_of(step, e.target)), None)
+    if found is not None:
+        exact = step is found.target or type(step) is found.target
+        return step, _facts(found.declared, found.name if exact else str(name_of(step)))
+    names = ("whole_model_forward", "takes", "one_piece")
+    declared = {name: getattr(step, name) for name in names if hasattr(step, name)}
+    return step, _facts(declared, str(name_of(step)))
 
 
 def _is_of(step: Step, target: Any) -> bool:
@@ -54,7 +59,7 @@ def _is_of(step: Step, target: Any) -> bool:
     return step is target or (isinstance(target, type) and isinstance(step, target))
 
 
-def _facts(declared: Mapping[str, Any]) -> StepFacts:
+def _facts(declared: Mapping[str, Any], name: str) -> StepFacts:
     takes = declared.get("takes", "micro_batch")
     if takes not in ("micro_batch", "window"):
         raise ConfigError("train_step", f"takes={takes!r} is not 'micro_batch' or 'window'")
@@ -62,4 +67,5 @@ def _facts(declared: Mapping[str, Any]) -> StepFacts:
         whole_model_forward=bool(declared.get("whole_model_forward", False)),
         takes_window=takes == "window",
         one_piece=bool(declared.get("one_piece", False)),
+        name=name,
     )

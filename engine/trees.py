@@ -44,6 +44,11 @@ def map_tensors(
     return value if other is None else other(value)
 
 
+def copied(tree: Any) -> Any:
+    """The same without shared memory; a tensor with a graph, which nothing writes to, stays."""
+    return map_tensors(lambda t: t if t.requires_grad else t.clone(), tree, copy.deepcopy)
+
+
 def _mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
     mapped = {key: inner(part) for key, part in value.items()}
     if type(value) is dict:

@@ -6,7 +6,6 @@ last; where they have moved all the same, the window cannot be redone, and that 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from phaseloop.engine import rng
 from phaseloop.engine.gradients import clear
-from phaseloop.engine.trees import map_tensors
+from phaseloop.engine.trees import copied
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -56,10 +55,10 @@ class WindowStart:
         self._versions = [p._version for p in self._parameters]
         self._buffers.put_aside()
         self._kept = {
-            "meters": _copied(task.meters.state_dict()),
+            "meters": task.meters.put_aside(),
             "recorder": task.recorder.put_aside(),
             "step": self._step_state(),
-            "carry": _copied(task.carry),
+            "carry": copied(task.carry),
             "steps": task.progress.steps,
             "host": rng.HostGenerators(),
             "device": task.backend.rng_state(),
@@ -86,11 +85,11 @@ class WindowStart:
             task.precision.scaler.forget()
         self._buffers.put_back()
         # Copied once more, for a second attempt may break off too.
-        task.meters.load_state_dict(_copied(kept["meters"]))
+        task.meters.put_back(kept["meters"])
         task.recorder.put_back(kept["recorder"])
         if kept["step"]:
-            self._step().load_state_dict(_copied(kept["step"]))
-        task.carry = _copied(kept["carry"])
+            self._step().load_state_dict(copied(kept["step"]))
+        task.carry = copied(kept["carry"])
         task.progress.steps = kept["steps"]
         kept["host"].put_back()
         task.backend.set_rng_state(kept["device"])
@@ -102,7 +101,7 @@ class WindowStart:
         step = self._step()
         methods = ("state_dict", "load_state_dict")
         has_state = all(callable(getattr(step, name, None)) for name in methods)
-        return _copied(step.state_dict()) if has_state else None
+        return copied(step.state_dict()) if has_state else None
 
 
 class _Begun:
@@ -202,8 +201,3 @@ def _marks(state: Any) -> list[Any]:
         (name, value._version) if isinstance(value, Tensor) else (name, id(value))
         for name, value in state.items()
     ]
-
-
-def _copied(tree: Any) -> Any:
-    """The same without shared memory; a tensor with a graph, which nothing writes to, stays."""
-    return map_tensors(lambda t: t if t.requires_grad else t.clone(), tree, copy.deepcopy)

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from phaseloop.engine.assembly import training_data
 from phaseloop.engine.data.loader import Loader
@@ -86,7 +87,15 @@ class FitMemory(Hook):
                     f"the train step{stage} works on whole batches only, which cannot be cut; "
                     f"leave the hook out, and make data.train.batch_size smaller",
                 )
-        for place, data in training_data(task).items():
+        resting = {id(module) for module in task.evaluating()}
+        trained = training_data(task)
+        if trained and any(_takes_statistics(m, resting) for m in task.bare_model.modules()):
+            log.warning(
+                "the model has batch norms, which take statistics over one micro-batch: where "
+                "hooks.%s makes these smaller, that is another update",
+                self.name,
+            )
+        for place, data in trained.items():
             if data.batch_transform is not None:
                 log.warning(
                     "%s.batch_transform mixes samples of one micro-batch: where hooks.%s makes "
@@ -163,6 +172,13 @@ class FitMemory(Hook):
             before=before,
             micro_batch_size=size,
         )
+
+
+def _takes_statistics(module: nn.Module, resting: set[int]) -> bool:
+    """A batch norm that sees its micro-batch as one, and not only what it has learned."""
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return False
+    return module.running_mean is None or (module.training and id(module) not in resting)
 
 
 def _loaders(task: Task) -> list[Loader]:

@@ -9,6 +9,7 @@ from phaseloop.engine import plan_report
 from phaseloop.engine.config.build import Built
 from phaseloop.engine.events import EVENTS, Dispatcher
 from phaseloop.engine.model_summary import summarize_task
+from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN
 from phaseloop.engine.report import by_epoch, counted
 from phaseloop.engine.task import Task
@@ -23,8 +24,8 @@ def show_plan(built: Built) -> None:
     model = summarize_task(task).lines()
     for line in (*_phase_lines(task), "", *_hook_lines(built), "", *model, *_group_lines(task)):
         print(line)
-    if task.rates and task.plan.updates:
-        print(f"\nschedules   {_draw_schedules(task)}")
+    for line in _schedule_lines(task):
+        print(line)
 
 
 def _phase_lines(task: Task) -> Iterator[str]:
@@ -97,28 +98,85 @@ def _group_lines(task: Task) -> Iterator[str]:
             yield f"  {label:<{widths[0]}}  {'  '.join(aligned)}"
 
 
-def _draw_schedules(task: Task) -> Path:
-    """A panel for every scheduled option: its value at each update, a line for each group."""
+def _schedule_lines(task: Task) -> Iterator[str]:
+    """Where the schedules are drawn, and which stages cannot be."""
+    plans = task.stages.plans()
+    if not task.rates or not any(plan.updates for plan in plans):
+        return
+    yield ""
+    for number, plan in enumerate(plans):
+        if plan.trains and not plan.updates:
+            name = task.stages.label(number)
+            yield f"schedules   not drawn for {name}, whose length is a time"
+    yield f"schedules   {_draw(_follow(task, plans), task)}"
+
+
+class _Curves:
+    """Values of every scheduled option over the run's updates.
+
+    Attributes:
+        lines: by optimizer, option and group, the updates and the values.
+        panels: every optimizer and option, in order.
+        borders: the updates after which a stage begins.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str, str, int], tuple[list[int], list[float]]] = {}
+        self.panels: dict[tuple[str, str], None] = {}
+        self.borders: list[int] = []
+
+    def look(self, task: Task, update: int) -> None:
+        """Take down what update number ``update`` of the run uses."""
+        for name, rates in task.rates.items():
+            for option in rates.options:
+                self.panels[name, option] = None
+                for index, value in rates.values(option):
+                    places, values = self.lines.setdefault((name, option, index), ([], []))
+                    places.append(update)
+                    values.append(value)
+
+
+def _follow(task: Task, plans: list[PhasePlan]) -> _Curves:
+    """The curves of all stages, each as long as planned; the last stage is then the one at hand."""
+    curves, total = _Curves(), sum(plan.updates for plan in plans)
+    for number, plan in enumerate(plans):
+        if number:
+            _enter(task, number, plan)
+        if not plan.updates:
+            continue
+        if plan.origin.updates:
+            curves.borders.append(plan.origin.updates)
+        points = max(1, round(_POINTS * plan.updates / total))
+        for k in sorted({round(i * (plan.updates - 1) / points) for i in range(points + 1)}):
+            for name, rates in task.rates.items():
+                rates.set(k // task.every[name], int(plan.epochs_at(k)))
+            curves.look(task, plan.origin.updates + k + 1)
+    return curves
+
+
+def _enter(task: Task, number: int, plan: PhasePlan) -> None:
+    """Make a stage the one at hand, as if those before it were done."""
+    progress = task.progress
+    progress.stage = number
+    progress.epoch = progress.stage_epochs = plan.origin.epochs
+    progress.updates = progress.stage_updates = plan.origin.updates
+    task.stages.enter()
+
+
+def _draw(curves: _Curves, task: Task) -> Path:
+    """A panel for every scheduled option, a line in it for each group."""
     from matplotlib.figure import Figure
 
-    updates, lengths = task.plan.updates, task.plan.lengths
-    at = sorted({round(i * (updates - 1) / _POINTS) for i in range(_POINTS + 1)})
-    panels = [(name, option) for name, rates in task.rates.items() for option in rates.options]
-    values: dict[tuple[str, str, int], list[float]] = {}
-    for k in at:
-        for name, rates in task.rates.items():
-            rates.set(k // task.every[name], lengths.split(k)[0])
-            for option in rates.options:
-                for index, value in rates.values(option):
-                    values.setdefault((name, option, index), []).append(value)
-    figure = Figure(figsize=(8, 3 * max(1, len(panels))), layout="constrained")
-    for number, (name, option) in enumerate(panels):
-        axes = figure.add_subplot(len(panels), 1, number + 1)
+    figure = Figure(figsize=(8, 3 * max(1, len(curves.panels))), layout="constrained")
+    for number, (name, option) in enumerate(curves.panels):
+        axes = figure.add_subplot(len(curves.panels), 1, number + 1)
         groups = task.optimizers[name].param_groups
         for index, group in enumerate(groups):
-            if (name, option, index) in values:
+            if (name, option, index) in curves.lines:
                 label = str(group.get("name", index))
-                axes.plot([k + 1 for k in at], values[name, option, index], label=label)
+                axes.plot(*curves.lines[name, option, index], label=label)
+        for border in curves.borders:
+            axes.axvline(border + 0.5, color="grey", linestyle=":")
         axes.set(xlabel="update", ylabel=option, title=name if len(task.rates) > 1 else "")
         axes.grid(alpha=0.3)
         if 1 < len(groups) <= 12:

@@ -6,19 +6,21 @@ A task made in Python has no file to compare, and no file says how many samples 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.settings import LossScale
 
 if TYPE_CHECKING:
     from phaseloop.engine.stages import Stage
     from phaseloop.engine.task import Task
 
-_PLAIN = (bool, int, float, str, type(None))
+_PARAMETERS = ("params", "param_names")
 
 
 def identity(task: Task) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def identity(task: Task) -> dict[str, Any]:
     data = task.train_data
     if data is not None:
         facts["data"] = _data(data)
+    facts["train_step"] = [step.name for _, step in task.stages.steps]
+    facts["schedule"] = _schedules(task, task.schedules)
     if task.stages.several:
         facts["stages"] = [_stage(task, stage) for stage in task.whole_phases]
     if task.debug.overfit is not None:
@@ -53,6 +57,18 @@ def _stage(task: Task, stage: Stage) -> dict[str, Any]:
     facts["freeze"] = list(stage.freeze)
     if stage.train is not None:
         facts["data"] = _data(stage.train)
+    if stage.schedule is not None:
+        facts["schedule"] = _schedules(task, stage.schedule)
+    return facts
+
+
+def _schedules(task: Task, given: Any) -> dict[str, Any]:
+    """By optimizer, and each by its number among those of it."""
+    facts = {}
+    for name in task.optimizers:
+        own = given.get(name, ()) if isinstance(given, Mapping) else given
+        listed = own if isinstance(own, Sequence) else [own]
+        facts[name] = {str(number): schedule.facts() for number, schedule in enumerate(listed)}
     return facts
 
 
@@ -78,17 +94,9 @@ def _draws(data: Data) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def name_of(function: Any) -> str | None:
-    """The name of a function, or of the class of an object that is called as one."""
-    if function is None:
-        return None
-    function = getattr(function, "func", function)  # of a partial
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
 def _options(optimizer: Optimizer) -> dict[str, Any]:
     groups = {
-        f"group {number}": {k: v for k, v in group.items() if isinstance(v, _PLAIN)}
+        f"group {number}": {k: fact_of(v) for k, v in group.items() if k not in _PARAMETERS}
         for number, group in enumerate(optimizer.param_groups)
     }
     return {"class": type(optimizer).__name__, **groups}

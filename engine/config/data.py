@@ -13,6 +13,7 @@ from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.schema import Component, MixSource, TestSet, TrainSet
 from phaseloop.engine.data import batch_transforms  # noqa: F401 registers ours
 from phaseloop.engine.data.mix import Mix, Source
+from phaseloop.engine.data.places import placed
 from phaseloop.engine.data.samplers import Sampler
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError
@@ -118,7 +119,10 @@ def _callable(
         return None
     target = components.target(spec, kind, key, None)
     if isinstance(target, type):
-        made: Callable[..., Any] = components.make(spec, kind, key)
+        try:
+            made: Callable[..., Any] = components.make(spec, kind, key)
+        except ConfigError as error:
+            raise placed(error, key.rpartition(".")[0]) from error
         if not callable(made):
             raise ConfigError(key, f"a {target.__name__} cannot be called")
         return made

@@ -5,6 +5,7 @@ A function of (seed, epoch, roll-backs) and of the set's options, and of nothing
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,12 @@ class Epochs:
         self._made_for = 1
         self._take()
         data.check_samples(self.samples, key)
+
+    def beside(self, data: Data) -> Epochs:
+        """The same at this moment; from now on each makes datasets for itself, this of ``data``."""
+        other = copy.copy(self)
+        other._data = data
+        return other
 
     def is_due(self, epoch: int) -> bool:
         """The dataset has to be made again for this epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
@@ -141,22 +142,17 @@ class Loader:
     def beside(self) -> Loader:
         """Another loader of the same batches, which reads in this process.
 
-        Neither moves the other: the epoch at hand goes on as if nobody else had read.
+        Neither moves the other: the epoch at hand goes on as if nobody else had read. The dataset
+        at hand and what its sampler draws by are shared, since making them may take long.
         """
-        other = Loader(
-            dataclasses.replace(self._data, workers=0, pin_memory=None),
-            train=self._train,
-            source=self._source,
-            seed=self._seed,
-            device=self._device,
-            world_size=self.plan.world_size,
-            rank=self.plan.rank,
-            key=self.key,
-            at_most=self.plan.at_most,
-            repeat=self._repeat,
-        )
-        if self.plan.largest is not None:
-            other.cut_smaller(self.plan.largest)
+        other = copy.copy(self)
+        other._data = dataclasses.replace(self._data, workers=0, pin_memory=None)
+        other._data.first = self._data.first
+        other._pinned = False
+        other._epochs = self._epochs.beside(other._data)
+        other._take_dataset()
+        other._requests = _Requests()
+        other._workers, other._processes, other._aside = None, [], None
         return other
 
     def put_back(self) -> None:
@@ -187,7 +183,7 @@ class Loader:
     def _take_dataset(self) -> None:
         data, dataset = self._data, self._epochs.dataset
         self._mix = dataset if isinstance(dataset, Mix) else None
-        self._reader = Reader(dataset, data.collate, data.batch_transform)
+        self._reader = Reader(dataset, data.collate, data.batch_transform, self.key)
 
     def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         for window, request in self._plan_requests(epoch, roll_backs, first):

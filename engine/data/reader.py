@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from phaseloop.engine import rng
 from phaseloop.engine.data.mix import Mix
-from phaseloop.engine.errors import DataError
+from phaseloop.engine.data.places import USUAL, placed
+from phaseloop.engine.errors import ConfigError, DataError
 
 
 class Request(NamedTuple):
@@ -58,6 +59,7 @@ class Reader(Dataset[Any]):
         dataset: the dataset, or a mix.
         collate: list of samples to a batch; None: torch's.
         transform: called with a batch, gives another.
+        key: where the set stands in the configuration, for messages.
 
     Attributes:
         draws: reading seeds the global generators of the process that reads.
@@ -68,8 +70,10 @@ class Reader(Dataset[Any]):
         dataset: Any,
         collate: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
+        key: str = USUAL,
     ) -> None:
         self.dataset = dataset
+        self._key = key
         self._collate = collate or default_collate
         self._transform = transform
         self._mix = dataset if isinstance(dataset, Mix) else None
@@ -92,7 +96,10 @@ class Reader(Dataset[Any]):
         batch = self._fetched(request) if self._fetches else self._collated(request)
         if self._transform is not None and batch is not None:
             rng.seed_host(rng.mix(request.seed, _keys(request)[0], -2))
-            batch = self._transform(batch)
+            try:
+                batch = self._transform(batch)
+            except (ConfigError, DataError) as error:
+                raise placed(error, self._key) from error
         return batch
 
     def _fetched(self, request: Request) -> Any:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from phaseloop.engine import registry, rng
 from phaseloop.engine.data.order import Blocks, Order, Passes, uniform
+from phaseloop.engine.data.places import placed
 from phaseloop.engine.errors import ConfigError, DataError
+from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.registry import register_sampler
 
 _BLOCK = 1 << 17  # of a class in a thousand, some hundred samples are taken at once
@@ -75,15 +77,17 @@ class Sampler:
                 f"it gives {len(values)} values for the {len(dataset)} samples of the dataset",
             )
         values = values if chosen is None else values[chosen.numpy()]
-        if isinstance(self.target, type):
-            return Orders(self.target(values, **self.options), key)
-        return Orders(functools.partial(self.target, values, **self.options), key)
+        try:
+            if isinstance(self.target, type):
+                return Orders(self.target(values, **self.options), key)
+            return Orders(functools.partial(self.target, values, **self.options), key)
+        except (ConfigError, DataError) as error:
+            raise placed(error, key.removesuffix(".sampler")) from error
 
     def facts(self) -> dict[str, Any]:
         """What makes this sampler the one it is, as plain Python."""
-        name = getattr(self.target, "__qualname__", type(self.target).__name__)
-        by = self.by if isinstance(self.by, str) else getattr(self.by, "__qualname__", "values")
-        return {"kind": name, "by": by, **{k: repr(v) for k, v in self.options.items()}}
+        options = {name: fact_of(value) for name, value in self.options.items()}
+        return {"kind": name_of(self.target), "by": fact_of(self.by), **options}
 
 
 class Orders:

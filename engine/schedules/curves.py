@@ -6,7 +6,6 @@ and of the :class:`Stretch` of the training that the curve is for.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -125,12 +124,10 @@ def multi_step(
     if len(after) != len(milestones):
         raise ConfigError("schedule.factors", f"give {len(milestones)}, one per milestone")
 
-    @functools.cache
-    def reached(stretch: Stretch) -> list[float]:
-        return _reached(milestones, unit, stretch)
+    told: set[int] = set()
 
     def build(base: float, stretch: Stretch) -> ParamScheduler:
-        places = reached(stretch)
+        places = _reached(milestones, unit, stretch, told)
         lengths = [b - a for a, b in zip([0.0, *places], [*places, 1.0], strict=True)]
         steps = [ConstantParamScheduler(base * factor) for factor in [1.0, *after]]
         return Joined(steps[: len(lengths)], lengths)
@@ -138,10 +135,13 @@ def multi_step(
     return build
 
 
-def _reached(milestones: list[float], unit: Unit, stretch: Stretch) -> list[float]:
+def _reached(milestones: list[float], unit: Unit, stretch: Stretch, told: set[int]) -> list[float]:
     """The milestones that the training reaches, as ``where`` on the stretch.
 
     Later ones are no mistake, as a run may be made shorter; but they are not dropped in silence.
+
+    Args:
+        told: how many were kept where a warning was given; each group asks for its own curve.
     """
     places = [stretch.place(milestone, unit) for milestone in milestones]
     if places and places[0] <= 0:
@@ -149,7 +149,8 @@ def _reached(milestones: list[float], unit: Unit, stretch: Stretch) -> list[floa
             "schedule.milestones", f"{milestones[0]:g} {unit} is not after the curve's start"
         )
     kept = [place for place in places if place < 1 - 1e-12]
-    if len(kept) < len(places):
+    if len(kept) < len(places) and len(kept) not in told:
+        told.add(len(kept))
         log.warning(
             "the training ends before these milestones of its schedule: %s %s",
             ", ".join(f"{m:g}" for m in milestones[len(kept) :]),

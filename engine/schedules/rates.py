@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,7 +37,7 @@ class Rates:
     A group's base value is the one that the optimizer was made with; it is kept in the group
     under ``base_<option>``, so that it is in every checkpoint. Where a group has ``<option>_scale``
     (:func:`~phaseloop.engine.group_rules.parameter_groups`), the curve's value is multiplied
-    by it, and the base is the value without it.
+    by it, and the base is the value without it. A tensor is filled, and stays the one it is.
 
     Args:
         optimizer: whose groups.
@@ -104,7 +105,10 @@ class Rates:
                 if base != last_base:
                     last_base = base
                     value = applied.schedule.value(base, updates_done, epochs_done)
-                if option == "betas":
+                now = group["betas"][0] if option == "betas" else group[option]
+                if isinstance(now, Tensor):  # a compiled or captured step reads this very tensor
+                    now.fill_(value * scale)
+                elif option == "betas":
                     group["betas"] = (value * scale, group["betas"][1])
                 else:
                     group[option] = value * scale
@@ -165,6 +169,10 @@ class Rates:
                 taken[index, option] = schedule.key
                 scale = float(group.get(f"{schedule.option}_scale", 1.0))
                 value = group["betas"][0] if option == "betas" else group[option]
+                if isinstance(value, Tensor) and any(
+                    value is g.get(option) for g in groups[:index]
+                ):
+                    group[option] = value.clone()  # else they could not differ
                 group.setdefault(base_key, float(value))
                 covered.append((index, scale))
             self._applied.append(_Applied(schedule, option, base_key, covered))
@@ -206,10 +214,12 @@ class Rates:
         said: set[float] = set()
         for index in self._indices(schedule):
             group = self.optimizer.param_groups[index]
-            before = group.get("base_lr", group["lr"])
+            before = float(group.get("base_lr", group["lr"]))
             for key in ("lr", "base_lr"):
-                if key in group:
-                    group[key] = float(group[key]) * factor
+                if isinstance(value := group.get(key), Tensor):
+                    group[key] = torch.full_like(value, float(value) * factor)
+                elif value is not None:
+                    group[key] = float(value) * factor
             if before not in said:
                 said.add(before)
                 log.info("%s", rule.describe(before, before * factor, batch_size))

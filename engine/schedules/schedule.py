@@ -6,13 +6,17 @@ lost. The curves are fvcore's ``ParamScheduler``s (fvcore/common/param_scheduler
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fvcore.common.param_scheduler import LinearParamScheduler, ParamScheduler
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.facts import fact_of, name_of
+from phaseloop.engine.schedules import curves
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
 from phaseloop.engine.schedules.curves import Build
 from phaseloop.engine.schedules.joined import BELOW_ONE, Joined
@@ -154,6 +158,17 @@ class Schedule:
             where = epochs_done / self._epochs
         return float(curve(min(where, BELOW_ONE)))
 
+    def facts(self) -> dict[str, Any]:
+        """What makes this schedule the one it is, as plain Python."""
+        return {
+            "curve": _curve_facts(self._build),
+            "option": self.option,
+            "interval": self.interval,
+            "warmup": fact_of(self._warmup),
+            "groups": self.groups,
+            "scale_with_batch": fact_of(self.scale_with_batch),
+        }
+
     def _curve(self, base: float) -> ParamScheduler:
         with keyed(self.key):
             whole = Stretch(self._updates, self._epochs, calendar=self._calendar)
@@ -178,3 +193,17 @@ def keyed(key: str) -> Iterator[None]:
             raise
         problem = str(error)[len(error.key) + 2 :]
         raise ConfigError(key + error.key.removeprefix("schedule"), problem) from None
+
+
+def _curve_facts(build: Build) -> dict[str, Any]:
+    """A curve's kind and, of those by name, its options, which its function encloses."""
+    if getattr(build, "endless", False):
+        return {"kind": "constant"}
+    if not inspect.isfunction(build) or build.__module__ != curves.__name__:
+        return {"kind": name_of(build)}
+    options = {
+        key: [_curve_facts(one) for one in value] if key == "builds" else fact_of(value)
+        for key, value in inspect.getclosurevars(build).nonlocals.items()
+        if key != "told"  # which warnings were given
+    }
+    return {"kind": build.__qualname__.split(".")[0], **options}

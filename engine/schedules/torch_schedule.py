@@ -19,6 +19,7 @@ from phaseloop.engine.errors import (
     listing,
     nearest,
 )
+from phaseloop.engine.facts import fact_of
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
 
 if TYPE_CHECKING:
@@ -83,6 +84,15 @@ class TorchSchedule:
             raise ConfigError(f"{self.key}.metric", f"{kind.__name__} needs one, such as test/loss")
         if self.metric is not None and not takes:
             raise ConfigError(f"{self.key}.metric", f"{kind.__name__} takes no metric")
+
+    def facts(self) -> dict[str, Any]:
+        """What makes this schedule the one it is; the scheduler has its own state to compare."""
+        return {
+            "interval": self.interval,
+            "frequency": self.frequency,
+            "metric": self.metric,
+            "scale_with_batch": fact_of(self.scale_with_batch),
+        }
 
 
 class Mover:

@@ -93,6 +93,18 @@ def test_what_is_wrong_with_optimizers_is_named(here: Path, word: str, message: 
         task_of("config=pair", word)
 
 
+def test_a_batch_that_cannot_be_mixed_names_its_stage(here: Path) -> None:
+    task = task_of(
+        "config=stages", "phases.main.data.train.batch_transform={name: mixup, classes: null}"
+    )
+    key = "phases.main.data.train.batch_transform.classes"
+    loader = task.stages.loaders[1]
+    assert loader is not None
+    with pytest.raises(ConfigError, match=f"^{key}: the targets are class numbers") as error:
+        next(loader.batches(1, 0, 0))
+    assert error.value.key == key
+
+
 def test_a_parameter_that_no_optimizer_moves_is_said(
     here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +150,14 @@ def test_a_word_may_change_one_stage(here: Path) -> None:
         ("phases.main.train_step=nothing", r"phases\.main\.train_step.* no train step is called"),
         ("phases.main.schedule.name=cosin", r"phases\.main\.schedule\.name: .*'cosine'"),
         ("phases.main.data.train.batch_size=0", r"phases\.main\.data\.train\.batch_size: 0"),
+        (
+            "phases.main.data.train.sampler={name: balanced, per_class: 0}",
+            r"phases\.main\.data\.train\.sampler\.per_class: 0 is less than 1",
+        ),
+        (
+            "phases.main.data.train.batch_transform={name: mixup, alpha: 0}",
+            r"phases\.main\.data\.train\.batch_transform\.alpha: 0",
+        ),
         ("phases.main.test_sets=[tset]", r"no test set is called 'tset'"),
         ("phases=[]", "phases: the list of stages is empty"),
         ("phases=[{epochs: 1}]", r"phases\.0\.name: give every stage a name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import errno
+import functools
 import json
 import logging
 import multiprocessing
@@ -15,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,12 +35,14 @@ from phaseloop import (
     Schedule,
     Task,
     TensorData,
+    Warmup,
 )
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.facts import fact_of
 from phaseloop.engine.run_folder import RunFolder
-from phaseloop.engine.schedules import cosine
+from phaseloop.engine.schedules import cosine, linear
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.meter_sync import MeterSync
@@ -299,6 +303,14 @@ def test_with_every_checkpoint_damaged_nothing_starts_anew_by_itself(tmp_path: P
 # --- another training in the same folder ---
 
 
+def adam(beta: float) -> Callable[..., torch.optim.Optimizer]:
+    return functools.partial(torch.optim.Adam, betas=(beta, 0.999))
+
+
+def twice(task: Task) -> None:
+    raise AssertionError("refused before it is called")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -306,6 +318,14 @@ def test_with_every_checkpoint_damaged_nothing_starts_anew_by_itself(tmp_path: P
         ({"samples": SAMPLES + 1}, r"data\.samples: 10 -> 11"),
         ({"seed": 1}, "seed: 0 -> 1"),
         ({"lr": 0.5}, r"optimizers\.optimizer\.group 0\.lr: 1\.0 -> 0\.5"),
+        ({"optimizer": adam(0.5)}, r"group 0\.betas: \[0\.9, 0\.999\] -> \[0\.5, 0\.999\]"),
+        ({"schedule": Schedule(cosine(end=0.1))}, r"optimizer\.0\.curve\.end: 0\.0 -> 0\.1"),
+        ({"schedule": Schedule(linear())}, r"optimizer\.0\.curve\.kind: 'cosine' -> 'linear'"),
+        (
+            {"schedule": Schedule(cosine(), warmup=Warmup(updates=2))},
+            r"schedule\.optimizer\.0\.warmup: None -> {.*'updates': 2",
+        ),
+        ({"train_step": twice}, r"train_step: \['standard'\] -> \['twice'\]"),
     ],
 )
 def test_a_task_made_in_python_is_compared_on_a_resume(
@@ -314,13 +334,35 @@ def test_a_task_made_in_python_is_compared_on_a_resume(
     def go(samples: int = SAMPLES, batch_size: int = BATCH, **options: Any) -> Task:
         run = Run(dir=str(tmp_path))
         task = r0(range(samples), batch_size, run=run, epochs=2, **options)
-        train(task, checkpoint=Checkpoint())
+        train(task, checkpoint=Checkpoint(), learning_rate=LearningRate())
         return task
 
-    go()
+    fixed = {"optimizer": adam(0.9), "schedule": Schedule(cosine())}
+    if "lr" in change:
+        fixed["optimizer"] = torch.optim.SGD
+    go(**fixed)
     with pytest.raises(ConfigError, match=named):
-        go(**change)
-    assert go().resumed
+        go(**{**fixed, **change})
+    assert go(**fixed).resumed
+
+
+def test_what_is_compared_has_no_address() -> None:
+    """Facts of a new process are those of this one: no object of them is shown by its address."""
+
+    class Thing:
+        pass
+
+    facts = fact_of(
+        {"a": Thing(), "b": Thing, "c": lambda: 0, "d": {"y", "x"}, "e": torch.tensor(0.5)}
+    )
+    where = "test_what_is_compared_has_no_address.<locals>"
+    assert facts == {
+        "a": "Thing", "b": f"{where}.Thing", "c": f"{where}.<lambda>", "d": ["x", "y"], "e": 0.5
+    }  # fmt: skip
+    many = list(range(100))
+    assert fact_of(many) == fact_of(np.array(many)) == fact_of(tuple(many))
+    assert fact_of(many) != fact_of(many[::-1])
+    assert fact_of((0.9, 0.999)) == fact_of([0.9, 0.999]) == [0.9, 0.999]
 
 
 # --- errors while a run ends ---

@@ -178,6 +178,42 @@ def test_a_state_is_of_its_moment(name: str) -> None:
         again.update(*batches()[6])
 
 
+# torchmetrics warns where a class has no sample: as meant here.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_what_is_put_aside_comes_back_as_often_as_it_is_asked_for(name: str) -> None:
+    meters = MeterSet("test", {"theirs": THEIRS[name](), "ours": Accuracy()})
+    whole = MeterSet("test", {"theirs": THEIRS[name](), "ours": Accuracy()})
+
+    def update(meters: MeterSet, output: Tensor, target: Tensor) -> None:
+        loss = output.mean().detach()
+        meters.add_parts({"part": loss}, 1.0)
+        meters.update(loss, len(target), output, target)
+
+    for batch in batches():
+        kept = meters.put_aside()
+        for other in (batches(seed=1)[3], batches(seed=2)[4]):
+            update(meters, *other)
+            meters.put_back(kept)
+        update(meters, *batch)
+        update(whole, *batch)
+    assert meters.compute() == whole.compute()
+
+
+def test_a_metric_that_keeps_every_sample_is_not_copied_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meters = MeterSet("test", {"curve": MulticlassAUROC(CLASSES)})
+    cloned: list[int] = []
+    clone, deepcopy = Tensor.clone, Tensor.__deepcopy__
+    monkeypatch.setattr(Tensor, "clone", lambda t: cloned.append(t.numel()) or clone(t))
+    monkeypatch.setattr(Tensor, "__deepcopy__", lambda t, m: cloned.append(9) or deepcopy(t, m))
+    for batch in batches():
+        meters.update(None, 1.0, *batch)
+        meters.put_aside()
+    assert len(cloned) == 2 * len(batches()) and set(cloned) == {1}  # sum and weight of the loss
+
+
 @pytest.mark.parametrize("name", sorted(THEIRS))
 def test_a_value_computed_before_loading_is_not_kept(name: str) -> None:
     meter, other = TorchMetric(THEIRS[name]()), TorchMetric(THEIRS[name]())

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from phaseloop import Compile, ConfigError, Data, ModelOptions, Task, TensorData, Trainer
+from phaseloop import (
+    Compile,
+    ConfigError,
+    Data,
+    ModelOptions,
+    PhaseloopError,
+    Task,
+    TensorData,
+    Trainer,
+)
 from phaseloop.engine import recompute
 from phaseloop.engine.model_options import channels_last, compile_in_place, lay_out, release
 from phaseloop.hooks.console import Console
@@ -114,6 +123,56 @@ def test_checkpointing_keeps_only_the_input_of_each_block() -> None:
     assert kept(model, x) == 3 * 2 * 20
     lay_out(model, ModelOptions(checkpoint=["*"]))
     assert kept(model, x) == 3 * 20  # the input of each block
+
+
+class Masked(nn.Module):
+    """A mask that the forward only reads, beside statistics and a buffer that it replaces."""
+
+    mask: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.own = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.ones(4))
+        self.replaced = nn.Module()
+        self.replaced.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.replaced.mean
+        self.replaced.mean = 0.5 * mean + x.detach().mean()
+        return self.own(self.linear(x * self.mask)) * (1 + mean)
+
+
+def test_only_buffers_that_a_forward_may_have_changed_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    real = recompute._Before
+    monkeypatch.setattr(recompute, "_Before", lambda m: made.append(real(m)) or made[-1])
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked())
+    plain = copy.deepcopy(model)
+    lay_out(model, ModelOptions(checkpoint=["0"]))
+    for step in range(2):
+        x = torch.randn(5, 4)
+        for each in (model, plain):
+            each(x).square().sum().backward()
+        # Mean, variance and count of the norm, and the mean; not the mask.
+        assert sorted(b.numel() for b in made[step]._copies.values()) == [1, 1, 4, 4]
+    gradients = [[p.grad for p in each.parameters()] for each in (model, plain)]
+    assert same(*gradients) == []
+    assert same(model.state_dict(), plain.state_dict()) == []
+
+
+def test_a_buffer_changed_before_the_forward_is_computed_again_is_an_error() -> None:
+    model = nn.Sequential(Masked())
+    lay_out(model, ModelOptions(checkpoint=["0"]))
+    loss = model(torch.randn(5, 4)).square().sum()
+    model[0].mask.zero_()
+    with pytest.raises(PhaseloopError, match="'mask' of a Masked was changed"):
+        loss.backward()
 
 
 def test_in_test_phases_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:

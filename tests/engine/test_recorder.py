@@ -148,3 +148,19 @@ def test_loading_forgets_what_was_there() -> None:
     assert recorder.events == []
     recorder.tick(2)
     assert row(recorder) == {}
+
+
+def test_a_row_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(every=1)
+    for name in ("a", "b", "c"):
+        recorder.add(name, one(2.0), 3.0 if name == "b" else one(3.0))
+        recorder.add(name, one(4.0), 1.0)
+    recorder.add("none", one(1.0), one(0.0))
+    waits: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: waits.append(len(t)) or tolist(t))
+    for read in ("__float__", "item"):
+        monkeypatch.setattr(torch.Tensor, read, lambda *_: pytest.fail("a wait of its own"))
+    mean = (2.0 * 3 + 4.0) / 4
+    assert row(recorder) == {"a": mean, "b": mean, "c": mean}
+    assert waits == [4 + 3]  # totals, and the weights that are tensors

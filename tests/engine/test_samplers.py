@@ -195,3 +195,19 @@ def test_uniform_draws_are_functions_of_their_position() -> None:
     assert abs((draws < 0.1).mean() - 0.1) < 5 * (0.09 / 20_000) ** 0.5
     assert (uniform(500, 600, 7) == draws[500:600]).all()
     assert (uniform(0, 10, 8) != draws[:10]).all()
+
+
+def test_facts_tell_samplers_apart_and_have_no_address() -> None:
+    """They are compared with those of another process, where everything lies elsewhere."""
+
+    class Key:
+        pass
+
+    def facts(**options: Any) -> dict[str, Any]:
+        return Sampler("weighted", **options).facts()
+
+    assert facts(by=lambda d: 0, key=Key()) == facts(by=lambda d: 1, key=Key())
+    assert "0x" not in str(facts(by=lambda d: 0, key=Key(), again=max))
+    assert facts(by=[0.5] * 20) == facts(by=torch.full((20,), 0.5))
+    assert facts(by=[0.5] * 20) != facts(by=[0.5] * 21)
+    assert facts(samples=3) != facts(samples=4)

@@ -19,12 +19,14 @@ from phaseloop.engine.phase_plan import EpochLengths
 from phaseloop.engine.schedules import (
     Joined,
     Rates,
+    ScaleWithBatch,
     Stretch,
     composite,
     constant,
     cosine,
     cosine_restarts,
     inverse_sqrt,
+    linear,
     multi_step,
     step,
 )
@@ -444,6 +446,40 @@ def test_each_group_keeps_its_own_base() -> None:
         assert [g["lr"] for g in made.param_groups] == pytest.approx([factor, 0.5 * factor])
         assert [g["momentum"] for g in made.param_groups] == [0.8, 0.8]
     assert [g["base_lr"] for g in made.param_groups] == [1.0, 0.5]
+
+
+def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
+    """A compiled or captured step reads the tensor that it was made with, and no other."""
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    rate = torch.tensor(0.5)
+    made = torch.optim.Adam(
+        [{"params": one.parameters()}, {"params": other.parameters(), "lr_scale": 0.5}], lr=rate
+    )
+    schedule = Schedule(linear(), scale_with_batch=ScaleWithBatch(base=8))
+    schedule.plan(4, 1)
+    applied = Rates(made, [schedule], batch_size=16)
+    tensors = [group["lr"] for group in made.param_groups]
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    for k in range(4):
+        applied.set(k, 0)
+        assert all(g["lr"] is t for g, t in zip(made.param_groups, tensors, strict=True))
+        value = 0.5 * 2 * (1 - k / 4)  # of twice the batch size
+        assert [float(tensor) for tensor in tensors] == [value, value / 2]
+    assert [group["base_lr"] for group in made.param_groups] == [1.0, 1.0]
+
+
+def test_groups_that_share_a_tensor_get_rates_of_their_own() -> None:
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    rate = torch.tensor(0.5)
+    groups = [
+        {"params": one.parameters(), "lr": rate},
+        {"params": other.parameters(), "lr": rate, "lr_scale": 0.5},
+    ]
+    made = torch.optim.Adam(groups, lr=rate)
+    schedule = Schedule(constant())
+    schedule.plan(4, 1)
+    Rates(made, [schedule]).set(0, 0)
+    assert [float(group["lr"]) for group in made.param_groups] == [0.5, 0.25]
 
 
 def test_rates_made_again_take_the_base_and_not_the_value_of_the_moment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import signal
@@ -294,6 +295,26 @@ def test_every_kind_of_state_comes_back() -> None:
 
     for update in (0, 5):
         same(one(update, cut=From(update, cut)), one(update, f=FitMemory(), x=From(update, full)))
+
+
+@pytest.mark.parametrize(
+    ("norm", "frozen", "warns"),
+    [
+        (nn.BatchNorm1d(4), [], True),
+        (nn.BatchNorm1d(4), ["0"], False),
+        (nn.BatchNorm1d(4).eval(), [], False),
+        (nn.LayerNorm(4), [], False),
+    ],
+    ids=["batch norm", "frozen", "at rest", "layer norm"],
+)
+def test_batch_norms_are_said_to_see_fewer_samples(
+    norm: nn.Module, frozen: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(norm, nn.Linear(4, 2))
+    train(make(copy.deepcopy(model), epochs=1, freeze=frozen), fit=FitMemory())
+    said = [r for r in caplog.records if "batch norms" in r.getMessage()]
+    assert len(said) == warns
+    assert all(r.levelname == "WARNING" and "hooks.fit" in r.getMessage() for r in said)
 
 
 def test_a_model_without_buffers() -> None:

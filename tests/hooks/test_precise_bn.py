@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import ConfigError, Data, DataError, Phases, Run, Stage, Task
+from phaseloop import ConfigError, Data, DataError, Phases, Run, Sampler, Stage, Task
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.hooks.average import Average
@@ -134,6 +134,43 @@ def test_several_test_sets_measure_once() -> None:
     assert len(calls) == 1
     first, second = seen_in(probe)
     assert first == second
+
+
+def test_what_the_training_has_opened_is_not_opened_again() -> None:
+    made: list[int] = []
+    asked: list[int] = []
+
+    def dataset(epoch: int) -> Any:
+        made.append(epoch)
+        return numbers([x + epoch for x in XS])
+
+    def labels(dataset: Any) -> list[int]:
+        asked.append(len(made))
+        return [0] * len(dataset)
+
+    sampler = Sampler("balanced", by=labels)
+    task = make(train=Data(dataset, 2, rebuild_every=2, sampler=sampler), phases=Phases(epochs=4))
+    probe = in_tests()
+    train(task, precise_bn=PreciseBN(batches=3), probe=probe)
+    assert made == [1, 3] and asked == [1, 2]  # of four tests
+    for (w, mean, var), epoch in zip(seen_in(probe), (1, 1, 3, 3), strict=True):
+        assert (mean, var) == pytest.approx(of_population(w, [x + epoch for x in XS]))
+
+
+def test_measuring_may_go_on_in_a_dataset_that_training_has_not_reached() -> None:
+    """It is made for that alone: the training goes on with its own, and makes its own later."""
+    task = make(
+        train=Data(lambda epoch: numbers([x + epoch for x in XS]), 6, rebuild_every=1),
+        phases=Phases(epochs=2),
+    )
+    probe, inputs = (
+        in_tests(),
+        watch("on_forward", lambda task: task.train and sum(task.batch.input)),
+    )
+    train(task, precise_bn=PreciseBN(batches=2), probe=probe, inputs=inputs)
+    w, mean, _ = seen_in(probe)[0]
+    assert mean == pytest.approx(w * (sum(XS) / 6 + 1.5))  # of epochs 1 and 2
+    assert [float(s) for s in inputs.seen if s is not False] == [sum(XS) + 6, sum(XS) + 12]
 
 
 def state(task: Task) -> dict[str, Any]:
