@@ -102,9 +102,10 @@ class Swapping:
                 raw.place.owner._buffers[raw.place.key] = raw.tensor
         self._raw = {}  # only now: cut short, it can be done again
 
-    def raw(self, tensor: Tensor) -> Tensor:
-        """The raw value of one of the model's tensors."""
-        return self._values().get(id(tensor), tensor)
+    def raw_parameters(self) -> list[tuple[str, Tensor]]:
+        """The model's parameters by name, each with its raw value."""
+        values = self._values()
+        return [(name, values.get(id(p), p).detach()) for name, p in self._model.named_parameters()]
 
     def raw_state(self) -> dict[str, Any]:
         """The model's ``state_dict`` as it is outside the test."""

@@ -157,9 +157,7 @@ class NonFinite(Hook):
         """Here the host waits for the device."""
         watched, self._watched = self._watched, _Watched()
         first = watched.first_bad()
-        weights = [
-            (name, task.swapping.raw(p).detach()) for name, p in task.bare_model.named_parameters()
-        ]
+        weights = task.swapping.raw_parameters()
         if first is None and _all_finite([value for _, value in weights]):
             return
         bad = [name for name, value in weights if not value.isfinite().all()]

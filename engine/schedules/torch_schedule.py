@@ -205,7 +205,11 @@ class Mover:
         # process before this one, and has in any case.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.moves += 1
-        self.scheduler.step(*metrics)  # type: ignore[arg-type]
+        try:
+            self.scheduler.step(*metrics)  # type: ignore[arg-type]
+        except ValueError as error:  # of OneCycleLR, whose total_steps are over
+            name = type(self.scheduler).__name__
+            raise ConfigError(self.schedule.key, f"{name} at move {self.moves}: {error}") from None
 
     def _missing(self, known: Iterable[str], at_start: bool = False) -> None:
         known = list(known)
