@@ -466,12 +466,12 @@ def test_a_stop_is_no_end_for_a_scheduler(tmp_path: Path) -> None:
     assert_eq(undisturbed(**options), folder)
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+def short_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
 
 
 def test_a_scheduler_that_is_over_before_the_run_is_named() -> None:
     """Six updates ask it for five moves, and torch lets it make three."""
-    task = r0([1] * 6, 1, schedule=TorchSchedule(one_cycle))
+    task = r0([1] * 6, 1, schedule=TorchSchedule(short_cycle))
     with pytest.raises(ConfigError, match=r"schedule: OneCycleLR at move 4: .*total steps"):
         train(task, learning_rate=LearningRate())
