@@ -30,7 +30,7 @@ from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, probe_of, undisturbed
 from tests.rigs.probes import RecordingSGD, watch
-from tests.rigs.r0 import r0, train, weight
+from tests.rigs.r0 import pair, r0, train, weight
 from tests.rigs.r1 import At
 
 HALF = Precision("float16", LossScale(initial=1024, growth_interval=4))
@@ -152,34 +152,15 @@ def test_amp_the_scale_moves_once_an_update_however_often_an_optimizer_steps() -
     assert scale_of(task) == (2048, 0)
 
 
-class Pair(nn.Module):
-    """Two weights, each with its own input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(()))
-        self.b = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a * x[:, 0] + self.b * x[:, 1]
-
-
-def pair_task(model: Pair) -> Task:
+def pair_task() -> Task:
     """a sees 1 and inf, b sees 1 and 1."""
-    return Task(
-        model=model,
-        criterion=lambda output, target: output.mean(),
-        optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
-        train=Data(TensorData(torch.tensor([[1.0, 1.0], [math.inf, 1.0]])), 1, shuffle=False),
-        phases=Phases(epochs=1),
-        precision=scaled(),
-    )
+    return pair([(1, 1), (math.inf, 1)], precision=scaled())
 
 
 def test_amp_two_optimizers_overflow_one_by_one() -> None:
     """b moves twice, a once; the scale falls once."""
-    model = Pair()
-    task = pair_task(model)
+    task = pair_task()
+    model = task.bare_model
     events = watch("on_step", lambda t: list(t.recorder.events))
     assert train(task, events=events).updates == 2
     assert (model.a.item(), model.b.item()) == (-1, -2)
@@ -193,8 +174,9 @@ def test_amp_two_optimizers_overflow_one_by_one() -> None:
 
 def test_amp_what_has_overflowed_is_no_fault_of_the_others() -> None:
     """The policy skip looks at what is used: b moves, though a's gradients are infinite."""
-    model = Pair()
-    train(pair_task(model), non_finite=NonFinite("skip"))
+    task = pair_task()
+    train(task, non_finite=NonFinite("skip"))
+    model = task.bare_model
     assert (model.a.item(), model.b.item()) == (-1, -2)
 
 

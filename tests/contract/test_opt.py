@@ -27,7 +27,7 @@ from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
 from tests.rigs.probes import watch
-from tests.rigs.r0 import numbers, r0, train
+from tests.rigs.r0 import numbers, pair, r0, train
 
 BATCHES, SIZE = 10, 4
 
@@ -197,27 +197,10 @@ def test_opt_b_a_skip_is_one_optimizers_own() -> None:
 def test_opt_b_frequencies_in_a_step_of_one_micro_batch() -> None:
     """A parameter's gradient of a batch at which its optimizer does not step is dropped."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(()))
-            self.b = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.a + self.b) * x
-
-    model = Pair()
-    task = Task(
-        model=model,
-        criterion=lambda output, target: output.mean(),
-        optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
-        every={"b": 2},
-        train=Data(numbers([1, 2, 4, 8]), 1, shuffle=False),
-        phases=Phases(epochs=1),
-    )
+    task = pair([(x, x) for x in (1, 2, 4, 8)], every={"b": 2})
     train(task)
-    assert model.a.item() == -(1 + 2 + 4 + 8)
-    assert model.b.item() == -(2 + 8)
+    assert task.bare_model.a.item() == -(1 + 2 + 4 + 8)
+    assert task.bare_model.b.item() == -(2 + 8)
 
 
 def test_opt_b_an_optimizer_without_gradients_has_not_moved() -> None:
@@ -248,26 +231,7 @@ def test_opt_b_frequencies_count_from_a_stages_beginning() -> None:
 def test_opt_b_a_skip_may_name_the_optimizers() -> None:
     """In one update of both, the first is left out."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(()))
-            self.b = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a * x[:, 0] + self.b * x[:, 1]
-
-    def pair_task(rows: list[list[float]]) -> Task:
-        model = Pair()
-        return Task(
-            model=model,
-            criterion=lambda output, target: output.mean(),
-            optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
-            train=Data(TensorData(torch.tensor(rows)), 1, shuffle=False),
-            phases=Phases(epochs=1),
-        )
-
-    task = pair_task([[1, 1], [math.nan, 1]])
+    task = pair([(1, 1), (math.nan, 1)])
     train(task, non_finite=NonFinite("skip"))
     assert task.progress.moved == {"a": 1, "b": 2}
     assert (task.bare_model.a.item(), task.bare_model.b.item()) == (-1, -2)

@@ -64,6 +64,37 @@ def r0(
     return Task(model=model, **{**settings, **options})
 
 
+class Pair(nn.Module):
+    """a * x[0] + b * x[1]: two weights, each with its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(()))
+        self.b = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * x[:, 0] + self.b * x[:, 1]
+
+
+def pair(rows: Iterable[Iterable[float]], **options: Any) -> Task:
+    """A task with an optimizer for each of two weights, SGD with rate 1, a sample a batch.
+
+    Args:
+        rows: the samples, two numbers each, in order.
+        options: further options of the task.
+    """
+    model = Pair()
+    samples = torch.tensor([[float(x) for x in row] for row in rows])
+    return Task(
+        model=model,
+        criterion=mean_output,
+        optimizer={"a": torch.optim.SGD([model.a], 1.0), "b": torch.optim.SGD([model.b], 1.0)},
+        train=Data(TensorData(samples), 1, shuffle=False),
+        phases=Phases(epochs=1),
+        **options,
+    )
+
+
 def weight(task: Task) -> float:
     """w as it stands."""
     return float(task.bare_model.w.detach())
