@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phaseloop.engine.checkpoint import contents, store
+from phaseloop.engine.checkpoint import contents
 from phaseloop.engine.errors import NonFiniteError, PhaseloopError
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def roll_back(task: Task, reason: str, most: int) -> None:
             f"(hooks.non_finite.most_roll_backs)"
         )
     saved = None
-    if task.folder is not None:
-        saved = next(store.Store(task.folder.checkpoints).whole(), None)
+    if task.store is not None:
+        saved = next(task.store.whole(), None)
     if saved is None:
         raise NonFiniteError(
             f"{reason}; and there is no checkpoint to roll back to: set run.dir, and "

@@ -17,6 +17,7 @@ from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
+from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
@@ -155,6 +156,11 @@ class Task(Stepping):
     def primary(self) -> bool:
         """This process writes shared files and speaks to the console."""
         return self.backend.primary
+
+    @property
+    def store(self) -> Store | None:
+        """The run's checkpoints; None: nothing is saved."""
+        return None if self.folder is None else Store(self.folder.checkpoints)
 
     @property
     def resumed_here(self) -> bool:

@@ -10,7 +10,7 @@ from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.ranking import Ranking
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.run_folder import ONLY_FILE, RunFolder
+from phaseloop.engine.run_folder import ONLY_FILE
 from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -68,14 +68,14 @@ class Checkpoint(Hook):
             self.ranking.resolve(task)
 
     def on_resume(self, task: Task) -> None:
-        if task.folder is None:
+        if task.store is None:
             return
         if task.resumed_here:
             # Made inside a test, it holds the state from before that test, without its own name.
             self._note(Path(task.resumed_from).name)
-        there = set(store.Store(task.folder.checkpoints).names())
+        there = set(task.store.names())
         self.written = [name for name in self.written if name in there]
-        self._prune(task.folder)
+        self._prune(task.store)
 
     def on_step(self, task: Task) -> None:
         if not task.updated:
@@ -145,7 +145,7 @@ class Checkpoint(Hook):
         del self.best[self.keep_best :]
 
     def _save(self, task: Task) -> None:
-        if task.folder is None:
+        if task.store is None:
             return
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
         # Before it is written, so that it knows itself; and with what is removed afterwards, so
@@ -158,10 +158,9 @@ class Checkpoint(Hook):
             raise
         self._saved_at = time.monotonic()
         log.info("saved %s", saved.path.name, extra=ONLY_FILE)
-        self._prune(task.folder)
+        self._prune(task.store)
 
-    def _prune(self, folder: RunFolder) -> None:
-        checkpoints = store.Store(folder.checkpoints)
+    def _prune(self, checkpoints: store.Store) -> None:
         for old in self._doomed():
             checkpoints.remove(old)
             self.written.remove(old)

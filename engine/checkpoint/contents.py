@@ -42,7 +42,7 @@ def save(task: Task) -> store.Saved:
         CheckpointError: it could not be written, or holds something that could not be loaded
             again; the checkpoints before it are untouched.
     """
-    if task.folder is None:
+    if task.store is None:
         raise PhaseloopError("a task without run.dir cannot be saved")
     if not task.at_border:
         raise PhaseloopError(
@@ -58,9 +58,7 @@ def save(task: Task) -> store.Saved:
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
     for part in parts.values():
         check_plain(part)
-    saved = store.Store(task.folder.checkpoints).write(
-        store.folder_name(progress.updates, number), parts, _facts(task)
-    )
+    saved = task.store.write(store.folder_name(progress.updates, number), parts, _facts(task))
     progress.saves = number
     task.changed = False
     return saved

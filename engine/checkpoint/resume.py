@@ -47,9 +47,9 @@ def find(task: Task) -> store.Saved | None:
         ConfigError: the folder holds a run of another configuration, or ``run.resume`` names no
             checkpoint that can be used.
     """
-    if task.folder is None:
+    if task.store is None:
         return None
-    checkpoints = store.Store(task.folder.checkpoints)
+    checkpoints = task.store
     forced = None if task.run.resume in ("auto", "never") else Path(task.run.resume).resolve()
     saved = next(checkpoints.whole(), None) if forced is None else _from_path(checkpoints, forced)
     if saved is None:
