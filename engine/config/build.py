@@ -22,6 +22,7 @@ from phaseloop.engine import (
 from phaseloop.engine.backends import Backend
 from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
+from phaseloop.engine.config.defaults import defaults
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
 from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
@@ -86,6 +87,7 @@ def build(schema: Schema) -> Built:
         debug=schema.debug,
         config=dataclasses.asdict(schema),
     )
+    task.config_defaults = defaults(schema)
     return Built(task, hooks)
 
 
