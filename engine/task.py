@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from phaseloop.engine.signals import Signals
 from phaseloop.engine.stages import Stage, Stages, stages_of
 from phaseloop.engine.stepping import Stepping, scalar
 from phaseloop.engine.swapping import Swapping
+from phaseloop.engine.urls import place, same
 
 log = logging.getLogger("phaseloop")
 
@@ -142,7 +142,8 @@ class Task(Stepping):
         self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
         saves = self.run.dir is not None and self.debug.fast is None
-        self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
+        self.folder = RunFolder.of(self.run) if saves else None
+        self._store: Store | None = None
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""
@@ -160,7 +161,11 @@ class Task(Stepping):
     @property
     def store(self) -> Store | None:
         """The run's checkpoints; None: nothing is saved."""
-        return None if self.folder is None else Store(self.folder.checkpoints)
+        if self.folder is None:
+            return None
+        if self._store is None or self._store.folder != self.folder.checkpoints:
+            self._store = Store(self.folder.checkpoints)
+        return self._store
 
     @property
     def resumed_here(self) -> bool:
@@ -170,7 +175,7 @@ class Task(Stepping):
         """
         if self.folder is None or not self.resumed_from:
             return False
-        return Path(self.resumed_from).resolve().parent == self.folder.checkpoints.resolve()
+        return same(place(self.resumed_from).parent, self.folder.checkpoints)
 
     @property
     def where(self) -> float:

@@ -224,7 +224,7 @@ class _Life:
             log.addHandler(console)
         if task.folder is not None:
             undo.callback(task.folder.close)
-            resume.open_folder(task.folder, task.run.resume)
+            resume.open_folder(task.folder, task.run.resume, task.store)
             undo.callback(task.folder.stop_log)
             task.folder.start_log()
         undo.callback(task.signals.restore)

@@ -221,7 +221,11 @@ def _places(task: Task) -> Rows:
         "checkpoints": task.folder.checkpoints,
         "tensorboard": root / "tensorboard",
     }
-    return [(label, str(path)) for label, path in places.items() if path.exists()]
+    return [
+        (label, str(path))
+        for label, path in places.items()
+        if not isinstance(path, Path) or path.exists()
+    ]
 
 
 def _epochs(task: Task) -> int:

@@ -33,6 +33,7 @@ from phaseloop.engine.phases import Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.stages import Stage
 from phaseloop.engine.task import Task
+from phaseloop.engine.urls import without_secrets
 
 _MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
 
@@ -84,9 +85,16 @@ def build(schema: Schema) -> Built:
         seed=schema.seed,
         run=schema.run,
         debug=schema.debug,
-        config=dataclasses.asdict(schema),
+        config=_to_keep(schema),
     )
     return Built(task, hooks)
+
+
+def _to_keep(schema: Schema) -> dict[str, Any]:
+    """The configuration as every checkpoint and ``resolved.yaml`` have it: no secrets in it."""
+    config = dataclasses.asdict(schema)
+    config["run"]["storage_options"] = without_secrets(schema.run.storage_options)
+    return config
 
 
 def make_hooks(schema: Schema, components: Components) -> dict[str, Hook]:

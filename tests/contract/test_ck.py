@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from phaseloop import Compile, Hook, ModelOptions, Order, Task, Trainer
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import local, store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.hooks.average import Average
@@ -42,10 +42,10 @@ def die() -> None:
 
 
 def die_before_opening() -> None:
-    def write_part(path: Path, part: Any) -> Any:
+    def create(self: local.Local, name: str, file: str) -> Any:
         die()
 
-    store._write_part = write_part
+    local.Local.create = create  # type: ignore[method-assign]
 
 
 def die_at_half_the_bytes() -> None:
@@ -93,7 +93,7 @@ def die_while_pruning() -> None:
             part.unlink()
             die()
 
-    store._remove = remove
+    local.remove = remove
 
 
 class ArmAt(Hook):
