@@ -11,10 +11,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
@@ -183,8 +185,12 @@ def _tested(saved: Saved) -> str:
             "averages", f"the run has those of {', '.join(kept)}: say which, or averages=raw"
         )
     hooks: dict[str, Any] = state["config"]["hooks"]
-    tested = [name for name in kept if (hooks.get(name) or {}).get("test", True)]
-    return tested[0] if tested else RAW
+    options = {name: hooks.get(name) or {} for name in kept}
+    if strange := [n for n in kept if options[n].get("name", n) != "average"]:
+        raise ConfigError(
+            "averages", f"whether those of {', '.join(strange)} were tested is not known: say which"
+        )
+    return next((name for name in kept if options[name].get("test", True)), RAW)
 
 
 def _facts(saved: Saved, weights: str) -> dict[str, str]:
@@ -220,39 +226,39 @@ def _write_safetensors(
 
     if other := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise ConfigError(
-            "format", f"{', '.join(other)}: no tensor, and safetensors has only these; use format=pt"
+            "format",
+            f"{', '.join(other)}: safetensors has tensors only; use format=pt",
         )
     # Views of one another would be refused; and of what is shared, one is enough.
     tensors = {n: v.detach().contiguous().clone() for n, v in state.items() if n not in tied}
     if tied:
         facts = {**facts, TIED: json.dumps(dict(tied))}
-    _write(out, safetensors.torch.save(tensors, metadata=facts))
+    # Not by save_file, whose files only their owner can read.
+    _write(out, lambda file: file.write(safetensors.torch.save(tensors, metadata=facts)))
 
 
 def _write_pt(
     out: Path, state: Mapping[str, Any], tied: Mapping[str, str], facts: dict[str, str]
 ) -> None:
-    import io
-
     import torch
 
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)  # a plain state_dict: it has no place for the facts
-    _write(out, buffer.getvalue())
+    # A plain state_dict, for any program: it has no place for the facts.
+    _write(out, lambda file: torch.save(dict(state), file))
 
 
-def _write(out: Path, content: bytes) -> None:
+def _write(out: Path, write: Callable[[IO[bytes]], object]) -> None:
     """By renaming, so that a file that was there stays whole until the new one is."""
     temporary = out.with_name(f".{out.name}.new")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ class Source:
     place: str
 
 
+def _join(key: str, option: str) -> str:
+    return f"{key}.{option}" if key else option
+
+
 def local(path: str) -> Path | None:
     """The local path; None: it is a place of ``fsspec``'s, such as ``s3://bucket/file.pt``."""
     protocol, rest = split_protocol(path)
@@ -66,7 +70,7 @@ def read_file(path: str, at: str | None, key: str) -> Source:
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "").strip()
         raise ConfigError(
-            f"{key}.path",
+            _join(key, "path"),
             f"{path} was not loaded: a file of weights holds tensors and plain Python, and nothing "
             f"in it is run ({type(error).__name__}: {reason[:200]})",
         ) from error
@@ -96,7 +100,7 @@ def _content(path: str, key: str) -> tuple[str, Path | io.BytesIO]:
             content = file.read()
     except Exception as error:  # each kind of place has its own
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ConfigError(f"{key}.path", f"{path} cannot be read: {said}") from error
+        raise ConfigError(_join(key, "path"), f"{path} cannot be read: {said}") from error
     return hashlib.sha256(content).hexdigest(), io.BytesIO(content)
 
 
@@ -140,12 +144,12 @@ def _state_at(found: Any, at: str | None, path: str, key: str) -> Mapping[str, A
             state = state[rest]
             break
         if not isinstance(state, Mapping) or part not in state:
-            raise ConfigError(f"{key}.at", f"{path} has no {at!r}. {_where(found)}")
+            raise ConfigError(_join(key, "at"), f"{path} has no {at!r}. {_where(found)}")
         state = state[part]
     if not _is_state(state):
         place = f"{path} at {at}" if at else path
         raise ConfigError(
-            f"{key}.at", f"{place} is no mapping of names to tensors. {_where(found)}"
+            _join(key, "at"), f"{place} is no mapping of names to tensors. {_where(found)}"
         )
     return dict(state)
 
@@ -197,7 +201,7 @@ def read_checkpoint(folder: Path, which: str | None, averages: str | None, key: 
     try:
         state = model_state(saved, averages, key)
     except CheckpointError as error:
-        raise ConfigError(f"{key}.path", str(error)) from None
+        raise ConfigError(_join(key, "path"), str(error)) from None
     file = STATE if averages else MODEL
     what = f"the average of hooks.{averages} in {saved.path}" if averages else str(saved.path)
     return Source(state, saved.manifest["files"][file]["sha256"], what)
@@ -212,7 +216,7 @@ def checkpoint_at(folder: Path, which: str | None, key: str) -> store.Saved:
     try:
         if (folder / store.MANIFEST).exists():
             if which is not None:
-                raise ConfigError(f"{key}.which", f"{folder} is one checkpoint; leave it out")
+                raise ConfigError(_join(key, "which"), f"{folder} is one checkpoint; leave it out")
             return store.verified(folder)
         below = folder / "checkpoints"
         checkpoints = store.Store(below if below.is_dir() else folder)
@@ -221,17 +225,17 @@ def checkpoint_at(folder: Path, which: str | None, key: str) -> store.Saved:
             if which not in names:
                 hint = nearest(str(which), names)
                 raise ConfigError(
-                    f"{key}.which",
+                    _join(key, "which"),
                     f"{which!r} is not newest, best or a checkpoint of {folder}.{hint} "
                     f"There are: {listing(names)}",
                 )
             return store.verified(checkpoints.folder / str(which))
         newest = next(checkpoints.whole(set_aside=False), None)
         if newest is None:
-            raise ConfigError(f"{key}.path", f"{folder} holds no whole checkpoint")
+            raise ConfigError(_join(key, "path"), f"{folder} holds no whole checkpoint")
         return newest if which != "best" else _best(checkpoints, newest, key)
     except CheckpointError as error:
-        raise ConfigError(f"{key}.path", str(error)) from None
+        raise ConfigError(_join(key, "path"), str(error)) from None
 
 
 def _best(checkpoints: store.Store, newest: store.Saved, key: str) -> store.Saved:
@@ -240,7 +244,8 @@ def _best(checkpoints: store.Store, newest: store.Saved, key: str) -> store.Save
         if isinstance(best := state.get("best"), list) and "written" in state and best:
             return store.verified(checkpoints.folder / best[0][3])
     raise ConfigError(
-        f"{key}.which", "that run keeps no best checkpoint (hooks.checkpoint.keep_best); use newest"
+        _join(key, "which"),
+        "that run keeps no best checkpoint (hooks.checkpoint.keep_best); use newest",
     )
 
 
@@ -258,7 +263,7 @@ def model_state(saved: store.Saved, averages: str | None, key: str) -> dict[str,
     if not kept.get(averages):
         there = [name for name, values in kept.items() if values]
         raise ConfigError(
-            f"{key}.averages",
+            _join(key, "averages"),
             f"{saved.path} has no averages of a hook {averages!r}. It has those of: "
             f"{listing(there)}",
         )
