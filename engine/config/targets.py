@@ -35,7 +35,8 @@ class Targets:
     Args:
         imports: names of the imported modules; their packages are allowed, but for Python's own
             library and those packages of which only parts are.
-        allow_targets: packages, modules or single things that are allowed besides.
+        allow_targets: packages and modules whose own classes and functions are allowed besides,
+            and full names of single ones, wherever these live.
     """
 
     def __init__(self, imports: Iterable[str] = (), allow_targets: Sequence[str] = ()) -> None:
@@ -54,26 +55,27 @@ class Targets:
             raise ConfigError(key, f"{path!r} is not the full name of a class or function")
         if "." not in path:
             raise ConfigError(key, f"{path!r} is not the full name of a class or function")
-        if not _is_in(path, (*ALLOWED, *self._own)):
-            raise self._refusal(path, path.split(".")[0], key)
-        if not _is_in(path, self._own) and any(p.startswith("_") for p in path.split(".")):
+        own = _is_in(path, self._own)
+        if not own and not _is_in(path, ALLOWED):
+            raise self._refusal(path, path, key)
+        if not own and any(part.startswith("_") for part in path.split(".")):
             raise self._refusal(path, path, key)  # before anything is imported
         found = _import_object(path, key)
         if not callable(found):
             raise ConfigError(key, f"{path} is not a class or function")
         home = _home(found)
-        if not (_is_in(home, self._own) or _may_be_named(found, home)):
-            raise self._refusal(path, home or path, key)
+        if not (path in self._own or _is_in(home, self._own) or _may_be_named(found, home)):
+            raise self._refusal(path, home, key)
         target: Callable[..., Any] = found
         return target
 
-    def _refusal(self, path: str, needed: str, key: str) -> ConfigError:
-        lives = f" (it is {needed})" if needed != path and "." in needed else ""
+    def _refusal(self, path: str, home: str, key: str) -> ConfigError:
+        lives = f" (it is {home})" if home not in ("", path) else ""
         return ConfigError(
             key,
             f"{path}{lives} is not in a package that may be named here "
             f"({listing((*ALLOWED, *self._own))}), or not one of its public classes; "
-            f"_target_ runs code: add {needed!r} to allow_targets if you trust it",
+            f"_target_ runs code: add {path!r} to allow_targets if you trust it",
         )
 
 
