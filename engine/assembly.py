@@ -12,6 +12,7 @@ from torch import nn
 from phaseloop.engine import optimizers
 from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.checkpoint.identity import identity
+from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.errors import ConfigError, PhaseloopError
@@ -40,6 +41,8 @@ def check(task: Task) -> None:
     task.run.check()
     task.model_options.check()
     task.model_options.check_model(task.bare_model)
+    if task.weights is not None:
+        task.weights.check()
     if TRAIN in task.test_data:
         raise ConfigError("data.test", f"no test set may be called {TRAIN!r}")
     trained = training_data(task)
@@ -103,6 +106,8 @@ def _check_types(task: Task) -> None:
         ("model_options", task.model_options, ModelOptions),
         *((f"test data {name!r}", data, Data) for name, data in task.test_data.items()),
     ]
+    if task.weights is not None:
+        wanted.append(("weights", task.weights, Weights))
     for schedule in optimizers.all_schedules(task.schedules):
         if not isinstance(schedule, TorchSchedule):
             wanted.append(("schedule", schedule, Schedule))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from phaseloop.engine import registry
-from phaseloop.engine.checkpoint import contents, resume
+from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import ConfigError
@@ -136,6 +136,7 @@ class Trainer:
             resume.warn_about_environment(task, state)
             resume.warn_about_length(task, state)
         else:
+            weights.start(task)
             task.seed_all()
         self._begun = True
         hooks.on_start(task)
