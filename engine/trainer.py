@@ -13,7 +13,7 @@ from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.environment import Environment
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
@@ -126,6 +126,7 @@ class Trainer:
         """Build; restore model, optimizers, progress; on_start; hooks; random states."""
         task, hooks = self.task, self.hooks
         task.hooks = hooks
+        task.before_save.append(_check_place)
         task.build()
         saved = self._start_from or resume.find(task)
         state = contents.restore(task, saved) if saved is not None else None
@@ -170,7 +171,7 @@ class Trainer:
         outcome = self._outcome("failed", _describe(error))
         hint = _hint(error)
         # Whoever called says what is wrong with a configuration; twice would be once too often.
-        extra = ONLY_FILE if isinstance(error, ConfigError) else None
+        extra = ONLY_FILE if isinstance(error, ConfigError | InUseError) else None
         shown = f" ({hint})" if hint else ""
         log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
@@ -184,12 +185,13 @@ class Trainer:
         try:
             if self._running:
                 self._write_status(outcome)
-        except OSError as error:
+        except (OSError, PhaseloopError) as error:
             return [error]
         return []
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.task.folder is not None and self.task.primary:
+            _check_place(self.task)
             self.task.folder.write_status(_status(outcome))
 
     def _outcome(self, status: str, reason: str = "") -> Outcome:
@@ -253,6 +255,17 @@ def registered_defaults() -> dict[str, Hook]:
     if not found:
         raise ConfigError("hooks", "none are registered: import phaseloop.hooks, or pass hooks={}")
     return found
+
+
+def _check_place(task: Task) -> None:
+    """Raises CheckpointError where the run's folder is gone: another run may be where it was."""
+    folder = task.folder
+    if folder is not None and task.primary and not folder.in_place:
+        raise CheckpointError(
+            f"the run's folder was moved or removed while it trained, so nothing more is written "
+            f"to {folder.path}. What is in it stands: go on by the same command with "
+            f"run.dir=NEW_PATH"
+        )
 
 
 def _describe(error: BaseException) -> str:

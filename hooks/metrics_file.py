@@ -83,4 +83,15 @@ class MetricsFile(Hook):
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        self._open.write(json.dumps(plain).encode() + b"\n")
+        self._add(json.dumps(plain).encode() + b"\n")
+
+    def _add(self, line: bytes) -> None:
+        """The whole line or, with an error, none of it: a full disk takes what it has room for."""
+        assert self._open is not None
+        before = os.fstat(self._open.fileno()).st_size
+        try:
+            while line:
+                line = line[self._open.write(line) :]
+        except OSError:
+            self._open.truncate(before)
+            raise

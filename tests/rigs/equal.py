@@ -156,7 +156,7 @@ def _status(folder: Path) -> dict[str, Any]:
     return {key: status[key] for key in ("status", "updates", "final", "best")}
 
 
-_KEY = ("kind", "phase", "epoch", "update", "windows")
+_KEY = ("kind", "phase", "epoch", "update", "windows", "roll_backs")
 
 
 def _probes_differ(reference: Path, probe: Path) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _events(probe: Path) -> list[dict[str, Any]]:
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in _KEY)
+    return tuple(line.get(name) for name in _KEY)
 
 
 def _content(line: dict[str, Any]) -> dict[str, Any]:
