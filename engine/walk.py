@@ -57,6 +57,8 @@ class Walk(Committing):
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
+        failed_whole: an error came while the first micro-batch of a window was fetched: nothing
+            has moved since the last step that every hook has seen to its end.
         window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
@@ -99,6 +101,7 @@ class Walk(Committing):
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
+        self.failed_whole = False
         self.window_start: WindowStart | None = None
 
     # --- between phases ---
@@ -300,14 +303,14 @@ class Walk(Committing):
         return not (self.stopping or (self.train and self.progress.tests_due))
 
     def _fetch(self) -> bool:
-        if self._batches is None:
-            progress, phase = self.progress, self.phase
-            first = progress.windows if phase.train else phase.position
-            self._batches = self.loaders[phase.name].batches(
-                progress.epoch, progress.roll_backs, first
-            )
         accumulator = self.accumulator
         try:
+            if self._batches is None:
+                progress, phase = self.progress, self.phase
+                first = progress.windows if phase.train else phase.position
+                self._batches = self.loaders[phase.name].batches(
+                    progress.epoch, progress.roll_backs, first
+                )
             # Only with the window closed is there a border to stop at without this batch.
             self.signals.waiting = accumulator.closed
             window, batch = next(self._batches)
@@ -315,6 +318,9 @@ class Walk(Committing):
             self._batches = None
             self.loaders[self.phase.name].put_back()
             return False
+        except Exception:
+            self.failed_whole = accumulator.closed
+            raise
         finally:
             self.signals.waiting = False
         if accumulator.closed:
