@@ -15,6 +15,7 @@ from torch import nn
 
 from phaseloop.engine import environment, rng
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint.loader_state import loader_state, restore_loaders
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
@@ -133,6 +134,7 @@ def small_state(task: Task) -> dict[str, Any]:
         "best": dict(task.best),
         "steps": [state_of(step) for step, _ in task.stages.steps],
         "carry": task.carry,
+        "loader": loader_state(task),
         # At a test's end too: the training goes on from where the test began.
         "rng": task.random_before_test
         or task.backend.all_gather_object(
@@ -168,6 +170,7 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
     task.carry = to_device(state["carry"], task.device)
+    restore_loaders(task, state["loader"])
     task.changed = False
     return state
 
