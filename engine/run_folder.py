@@ -15,6 +15,8 @@ from typing import IO, Any
 import yaml
 
 from phaseloop.engine.errors import ConfigError, InUseError
+from phaseloop.engine.settings import Run
+from phaseloop.engine.urls import Place, known_options, place
 
 log = logging.getLogger("phaseloop")
 
@@ -30,17 +32,49 @@ class RunFolder:
 
     Args:
         path: the folder; made by :meth:`open`.
+        checkpoints: where the run's checkpoints lie, if not in it: another folder, or a URL.
+        options: of the URL's file system.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        checkpoints: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path.absolute()
+        self._checkpoints = None if checkpoints is None else place(checkpoints, options)
         self._lock: IO[bytes] | None = None
         self._handler: logging.Handler | None = None
 
+    @classmethod
+    def of(cls, run: Run) -> RunFolder:
+        """The folder that the settings name."""
+        return cls(Path(run.dir or "."), run.checkpoints, run.storage_options)
+
+    @classmethod
+    def found(cls, path: Path) -> RunFolder:
+        """The folder of a past run, which says itself where its checkpoints lie.
+
+        Passwords were not written down: they have to come from the environment.
+        """
+        folder = cls(path)
+        run = folder.config().get("run") or {}
+        return cls(path, run.get("checkpoints"), known_options(run.get("storage_options") or {}))
+
     @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.path / "checkpoints"
+    def elsewhere(self) -> bool:
+        """The checkpoints are not in this folder, but where ``run.checkpoints`` says."""
+        return self._checkpoints is not None
+
+    @property
+    def checkpoints(self) -> Place:
+        """Folder or URL of the run's checkpoints."""
+        if self._checkpoints is None:
+            return self.path / "checkpoints"
+        if isinstance(self._checkpoints, Path):
+            return self._checkpoints.absolute()
+        return self._checkpoints
 
     def open(self) -> None:
         """Make the folder and take its lock; a dead process holds none.
@@ -108,6 +142,14 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Replace ``resolved.yaml`` by the configuration in use."""
         replace_text(self.path / RESOLVED, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def config(self) -> dict[str, Any]:
+        """What ``resolved.yaml`` says; empty when there is none that can be read."""
+        try:
+            found = yaml.safe_load((self.path / RESOLVED).read_text())
+        except (OSError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def start_log(self) -> None:
         """Send everything that phaseloop logs to ``log.txt`` too."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.urls import check_url, is_url
 
 
 @dataclass
@@ -12,9 +14,12 @@ class Run:
     """Where a run lives and how it behaves as a process.
 
     Args:
-        dir: its folder; None: no folder, nothing is saved.
+        dir: its folder, on this machine; None: no folder, nothing is saved.
+        checkpoints: where its checkpoints lie: a folder, or a URL that fsspec reaches, such as
+            ``s3://bucket/run``; None: ``checkpoints`` in the run's folder.
+        storage_options: what the file system of that URL takes, such as an ``endpoint_url``.
         resume: ``auto``: go on from the folder's newest whole checkpoint; ``never``: put an old
-            run's folder aside and start anew; a path: start from that checkpoint.
+            run's folder aside and start anew; a path or a URL: start from that checkpoint.
         threads: threads of torch's CPU operations; None: as torch chooses.
         deterministic: only operations that give the same bits each time.
         grace: seconds from SIGTERM or SIGHUP to leaving unsaved, when no border is reached before.
@@ -22,14 +27,35 @@ class Run:
     """
 
     dir: str | None = None
+    checkpoints: str | None = None
+    storage_options: dict[str, Any] = field(default_factory=dict)
     resume: str = "auto"
     threads: int | None = None
     deterministic: bool = True
     grace: float = 8.0
     log_every: int = 10
 
-    def check(self, key: str = "run") -> None:
-        """Raises ConfigError for a number out of range."""
+    def check(self, key: str = "run", weights: str = "") -> None:
+        """Raises ConfigError for a number out of range, and a URL that cannot be used.
+
+        Args:
+            weights: another place that ``storage_options`` may be for.
+        """
+        if self.dir is not None and is_url(self.dir):
+            raise ConfigError(
+                f"{key}.dir",
+                f"{self.dir!r} is a URL: the run's folder holds its lock and its logs, and lies on "
+                f"this machine; give the URL as {key}.checkpoints",
+            )
+        if self.checkpoints == "":
+            raise ConfigError(f"{key}.checkpoints", "give a folder, a URL or null")
+        places = {"checkpoints": self.checkpoints or "", "resume": self.resume}
+        for name, text in places.items():
+            check_url(text, f"{key}.{name}")
+        if self.storage_options and not any(map(is_url, [*places.values(), weights])):
+            raise ConfigError(
+                f"{key}.storage_options", f"are for a URL, and {key}.checkpoints is none"
+            )
         for name, least in {"threads": 1, "grace": 0, "log_every": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.checkpoint.store import Store
+from phaseloop.engine.checkpoint.weights import Weights
+from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
@@ -35,6 +36,7 @@ from phaseloop.engine.signals import Signals
 from phaseloop.engine.stages import Stage, Stages, stages_of
 from phaseloop.engine.stepping import Stepping, scalar
 from phaseloop.engine.swapping import Swapping
+from phaseloop.engine.urls import place, same
 
 log = logging.getLogger("phaseloop")
 
@@ -66,6 +68,7 @@ class Task(Stepping):
         precision: ``float32``, ``bfloat16`` or ``float16`` (autocast), ``float64``; or a
             :class:`Precision`, which may say how losses are scaled.
         model_options: compilation, memory layout, activation checkpointing.
+        weights: what the model's tensors are at the start of the run, or just the path of it.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
@@ -96,6 +99,7 @@ class Task(Stepping):
         freeze: Sequence[str] = (),
         precision: str | Precision = "float32",
         model_options: ModelOptions | None = None,
+        weights: Weights | str | None = None,
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
@@ -115,6 +119,7 @@ class Task(Stepping):
         self.gradients = gradients if gradients is not None else Gradients()
         self.precision = Precision(precision) if isinstance(precision, str) else precision
         self.model_options = model_options or ModelOptions()
+        self.weights = Weights(weights) if isinstance(weights, str) else weights
         self.changes_input = self.precision.changes_input or self.model_options.channels_last
         self.backend = backend or Single()
         self.train_data = train
@@ -143,11 +148,15 @@ class Task(Stepping):
         self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
         saves = self.run.dir is not None and self.debug.fast is None
-        self.folder = RunFolder(Path(str(self.run.dir))) if saves else None
+        self.folder = RunFolder.of(self.run) if saves else None
+        self._store: Store | None = None
         self.test_only = False
         self.resumed = False
         self.resumed_from = ""
         self.before_save: list[Callable[[Task], None]] = []
+        self.writer = Writer()
+        # What status.json says while the run goes on; given by whoever runs the task.
+        self.running_status: Callable[[], dict[str, Any]] | None = None
         self.identity: dict[str, Any] = {}
         self.origins: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}
@@ -161,7 +170,11 @@ class Task(Stepping):
     @property
     def store(self) -> Store | None:
         """The run's checkpoints; None: nothing is saved."""
-        return None if self.folder is None else Store(self.folder.checkpoints)
+        if self.folder is None:
+            return None
+        if self._store is None or self._store.folder != self.folder.checkpoints:
+            self._store = Store(self.folder.checkpoints)
+        return self._store
 
     @property
     def resumed_here(self) -> bool:
@@ -171,7 +184,7 @@ class Task(Stepping):
         """
         if self.folder is None or not self.resumed_from:
             return False
-        return Path(self.resumed_from).resolve().parent == self.folder.checkpoints.resolve()
+        return same(place(self.resumed_from).parent, self.folder.checkpoints)
 
     @property
     def where(self) -> float:

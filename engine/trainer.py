@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloop.engine import registry
-from phaseloop.engine.checkpoint import contents, resume
+from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
@@ -137,6 +138,7 @@ class Trainer:
             resume.warn_about_environment(task, state)
             resume.warn_about_length(task, state)
         else:
+            weights.start(task)
             task.seed_all()
         self._begun = True
         hooks.on_start(task)
@@ -150,6 +152,7 @@ class Trainer:
             contents.restore_random(task, state)
         # Only now: a hook that refuses its options leaves an old run's files as they were.
         self._running = True
+        task.running_status = lambda: _status(self._outcome("running"))
         self._write_status(self._outcome("running"))
         if task.folder is not None and task.primary and task.config:
             task.folder.write_config(task.config)
@@ -226,7 +229,7 @@ class _Life:
             log.addHandler(console)
         if task.folder is not None:
             undo.callback(task.folder.close)
-            resume.open_folder(task.folder, task.run.resume)
+            resume.open_folder(task.folder, task.run.resume, task.store)
             undo.callback(task.folder.stop_log)
             task.folder.start_log()
         undo.callback(task.signals.restore)
@@ -277,7 +280,7 @@ def _hint(error: BaseException) -> str:
     return ""
 
 
-def _status(outcome: Outcome) -> dict[str, object]:
+def _status(outcome: Outcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,

@@ -111,7 +111,7 @@ def _metrics(phase: str, metrics: Mapping[str, float]) -> Iterable[str]:
 
 
 def _header(task: Task) -> Rows:
-    sizes = [f"{name} {counted(loader.samples, 'sample')}" for name, loader in task.loaders.items()]
+    sizes = [f"{name} {plan_report.samples(loader)}" for name, loader in task.loaders.items()]
     rows = [
         ("model", _model(task)),
         ("data", ", ".join(sizes)),
@@ -221,7 +221,11 @@ def _places(task: Task) -> Rows:
         "checkpoints": task.folder.checkpoints,
         "tensorboard": root / "tensorboard",
     }
-    return [(label, str(path)) for label, path in places.items() if path.exists()]
+    return [
+        (label, str(path))
+        for label, path in places.items()
+        if not isinstance(path, Path) or path.exists()
+    ]
 
 
 def _epochs(task: Task) -> int:

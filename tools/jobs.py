@@ -16,6 +16,7 @@ from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.events import Hook
 from phaseloop.engine.run_folder import RunFolder, replace_text
 from phaseloop.engine.trainer import Trainer
+from phaseloop.engine.urls import is_url, place
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.tools.plan import show_plan
 
@@ -29,6 +30,9 @@ def run(schema: Schema) -> int:
     """Do what the configuration asks for; the exit code."""
     if schema.only == "test":
         return _test(schema)
+    if schema.run.checkpoints is not None and schema.debug.fast is None and not schema.plan:
+        # Here too, since data is read before a task is made, and may take an hour.
+        store.Store(RunFolder.of(schema.run).checkpoints).reach("run.checkpoints")
     built = build(schema)
     if schema.plan:
         show_plan(built)
@@ -39,11 +43,11 @@ def run(schema: Schema) -> int:
 
 def _test(schema: Schema) -> int:
     """Test the weights of a checkpoint of the run; ``test.json`` says what came out."""
-    folder = RunFolder(Path(schema.run.dir or "."))
+    folder = RunFolder.of(schema.run)
     built = build(_for_testing(schema))
     if not built.task.test_data:
         raise ConfigError("data.test", "only=test needs test data")
-    saved = _weights(schema.weights, folder, built)
+    saved = _weights(schema, folder, built)
     hooks: dict[str, Hook] = {
         name: hook
         for name, hook in built.hooks.items()
@@ -68,6 +72,9 @@ def _test(schema: Schema) -> int:
 
 def _for_testing(schema: Schema) -> Schema:
     """Without what belongs to training, unless a hook needs training data to test."""
+    run = schema.run
+    if not is_url(run.checkpoints or ""):  # else those are for the weights
+        schema = dataclasses.replace(schema, run=dataclasses.replace(run, storage_options={}))
     hooks = make_hooks(schema, Components(schema.imports, schema.allow_targets))
     if any(hook.reads_training_data for hook in hooks.values()):
         return dataclasses.replace(schema, schedule=None)
@@ -84,19 +91,23 @@ def _for_testing(schema: Schema) -> Schema:
     )
 
 
-def _weights(which: str, folder: RunFolder, built: Built) -> store.Saved:
+def _weights(schema: Schema, folder: RunFolder, built: Built) -> store.Saved:
     """The checkpoint that ``weights`` means."""
+    which = schema.weights
     checkpoints = store.Store(folder.checkpoints)
     try:
         if which not in ("best", "newest"):
-            return store.verified(Path(which).absolute())
+            where = place(which, schema.run.storage_options)
+            return store.verified(where.absolute() if isinstance(where, Path) else where)
         newest = next(checkpoints.whole(set_aside=False), None)
         if newest is None:
-            raise ConfigError("run.dir", f"{folder.path} holds no checkpoint to test")
+            key = "run.checkpoints" if folder.elsewhere else "run.dir"
+            held = folder.checkpoints if folder.elsewhere else folder.path
+            raise ConfigError(key, f"{held} holds no checkpoint to test")
         return newest if which == "newest" else _best(checkpoints, newest, built)
     except CheckpointError as error:
         raise ConfigError(
-            "weights", f"{error}; use best, newest, or a checkpoint's folder"
+            "weights", f"{error}; use best, newest, or a checkpoint's folder or URL"
         ) from None
 
 

@@ -81,6 +81,8 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
     if composed.timed_folder and schema.run.resume == "auto":
         print(TIMED_FOLDER, file=sys.stderr)
     schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
+    if schema.run.checkpoints is not None and job_folder:
+        schema.run.checkpoints = f"{schema.run.checkpoints.rstrip('/')}/{job_folder}"
     from phaseloop.tools import jobs  # imports torch: only once the keys are right
 
     return jobs.run(schema)

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine import environment
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import store, weights
 from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
+from phaseloop.engine.checkpoint.remote import owner
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.run_folder import STATUS, RunFolder, put_aside
+from phaseloop.engine.settings import Run
+from phaseloop.engine.urls import Place, place, same
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -19,19 +22,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("phaseloop")
 
 
-def open_folder(folder: RunFolder, resume: str) -> None:
-    """Take the run's folder.
+def open_folder(folder: RunFolder, resume: str, checkpoints: store.Store | None = None) -> None:
+    """Take the run's folder, and the place of its checkpoints.
 
-    An old run's folder is put aside first with ``resume=never``, and where its checkpoints are
+    An old run is put aside first with ``resume=never``. So is its folder where its checkpoints are
     gone: its rows and pictures are all that is left of it.
+
+    Args:
+        checkpoints: the store that will be written to; None: one that is not used any further.
+
+    Raises:
+        ConfigError: the folder, or where checkpoints shall lie, cannot be written.
+        InUseError: another process trains in the folder.
+        CheckpointError: where checkpoints lie cannot be read.
     """
     folder.open()  # first of all: it may be another process's, at work in it
-    there = (folder.path / STATUS).exists() or folder.checkpoints.exists()
-    if resume == "never" and there:
-        _put_aside(folder, "run.resume=never")
-    elif resume == "auto" and not folder.checkpoints.exists() and folder.status().get("updates"):
+    checkpoints = checkpoints or store.Store(folder.checkpoints)
+    if folder.elsewhere:
+        checkpoints.reach("run.checkpoints")
+    held = checkpoints.exists()
+    checkpoints.take(owner(folder.path))
+    if resume == "never":
+        if (folder.path / STATUS).exists() or (held and not folder.elsewhere):
+            _put_aside(folder, "run.resume=never")
+        if folder.elsewhere and checkpoints.exists():
+            moved = checkpoints.put_old_aside()
+            log.warning("run.resume=never: the old run's checkpoints are now in %s", moved)
+    elif resume == "auto" and not held and folder.status().get("updates"):
         _put_aside(folder, "there is no checkpoint to go on from")
-    store.Store(folder.checkpoints).clean()
 
 
 def _put_aside(folder: RunFolder, why: str) -> None:
@@ -50,17 +68,36 @@ def find(task: Task) -> store.Saved | None:
     if task.store is None:
         return None
     checkpoints = task.store
-    forced = None if task.run.resume in ("auto", "never") else Path(task.run.resume).resolve()
+    forced = _given(task.run)
     saved = next(checkpoints.whole(), None) if forced is None else _from_path(checkpoints, forced)
     if saved is None:
         _check_nothing_lost(checkpoints)
         return None
     _check_config(task, saved)
+    _tell_of_new_folder(task, saved)
     task.origins = list(saved.manifest["origins"])
     if saved.path == forced:
-        _make_way(checkpoints, saved)
+        _make_way(task, checkpoints, saved)
         task.origins.append({"path": str(forced), "sha256": saved.manifest["sha256"]})
     return saved
+
+
+def _given(run: Run) -> Place | None:
+    """The checkpoint that ``run.resume`` names; None: it names none."""
+    if run.resume in ("auto", "never"):
+        return None
+    where = place(run.resume, run.storage_options)
+    return where.resolve() if isinstance(where, Path) else where
+
+
+def _tell_of_new_folder(task: Task, saved: store.Saved) -> None:
+    """On another machine: the checkpoints are there, what the run has logged is not."""
+    assert task.folder is not None and task.store is not None
+    if same(saved.path.parent, task.store.folder) and not task.folder.status():
+        log.info(
+            "%s holds no logs of this run: they begin after update %d",
+            task.folder.path, saved.position[0],
+        )  # fmt: skip
 
 
 def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
@@ -95,7 +132,7 @@ def warn_about_length(task: Task, state: dict[str, Any]) -> None:
         )
 
 
-def _from_path(checkpoints: store.Store, path: Path) -> store.Saved:
+def _from_path(checkpoints: store.Store, path: Place) -> store.Saved:
     """The newest descendant of ``path`` in this run's folder, or ``path`` itself.
 
     Where ``path`` is gone, because the run that wrote it has pruned it since, a descendant is
@@ -116,10 +153,10 @@ def _from_path(checkpoints: store.Store, path: Path) -> store.Saved:
     return start
 
 
-def _make_way(checkpoints: store.Store, start: store.Saved) -> None:
+def _make_way(task: Task, checkpoints: store.Store, start: store.Saved) -> None:
     """Set aside what comes after ``start``, so that the newest checkpoint is a descendant of it."""
     names = checkpoints.names()
-    if start.path.parent == checkpoints.folder.resolve():
+    if same(start.path.parent, checkpoints.folder):
         for name in names:
             if store.position(name) > start.position:
                 checkpoints.set_aside(name)
@@ -127,7 +164,7 @@ def _make_way(checkpoints: store.Store, start: store.Saved) -> None:
         raise ConfigError(
             "run.resume",
             f"{checkpoints.folder} holds the checkpoints of another run, which does not descend "
-            f"from {start.path}; use another run.dir",
+            f"from {start.path}; use another {_key(task)}",
         )
 
 
@@ -146,11 +183,17 @@ def _check_config(task: Task, saved: store.Saved) -> None:
     if state["config"] and task.config:
         changes = forbidden_changes(state["config"], task.config, task.config_defaults)
     # What no file says, and what a task made without files says: compared always.
+    changes = [*changes, *weights.changes(task, state["identity"])]
     changes = changes or forbidden_changes(state["identity"], task.identity)
     if changes:
-        key = "run.dir" if task.run.resume in ("auto", "never") else "run.resume"
+        key = _key(task) if task.run.resume in ("auto", "never") else "run.resume"
         raise ConfigError(
             key,
             f"{saved.path} belongs to a run of another configuration: {'; '.join(changes)}. "
-            f"Use another run.dir, or run.resume=never to put the old run aside",
+            f"Use another {_key(task)}, or run.resume=never to put the old run aside",
         )
+
+
+def _key(task: Task) -> str:
+    """The key that says where the run's checkpoints lie."""
+    return "run.dir" if task.run.checkpoints is None else "run.checkpoints"

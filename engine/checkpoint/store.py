@@ -1,8 +1,8 @@
-"""The store: checkpoints as folders that are whole or do not exist.
+"""The store: checkpoints that are whole or do not exist, whatever cuts a write or a removal short.
 
-A checkpoint is written to a temporary folder, every file flushed to disk, the manifest with sizes
-and checksums last, and then renamed. Whatever is cut short at any instant leaves no folder with a
-final name and no manifest that verifies.
+How that is done depends on where they lie: see :mod:`local` and :mod:`remote`. What is the same
+everywhere is here: each part is written once, with its checksum taken on the way; the manifest
+with all sizes and checksums comes last; every byte is compared with it before it is used.
 """
 
 from __future__ import annotations
@@ -10,69 +10,85 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from phaseloop.engine.errors import CheckpointError, DamagedError
+from phaseloop.engine.checkpoint.names import MANIFEST as MANIFEST
+from phaseloop.engine.checkpoint.names import folder_name as folder_name
+from phaseloop.engine.checkpoint.names import is_name
+from phaseloop.engine.checkpoint.names import position as position
+from phaseloop.engine.checkpoint.reading import BLOCK, said, storage_at, unreadable, verify, version
+from phaseloop.engine.checkpoint.reading import FORMAT as FORMAT
+from phaseloop.engine.checkpoint.reading import Saved as Saved
+from phaseloop.engine.checkpoint.reading import load as load
+from phaseloop.engine.checkpoint.reading import safe_load as safe_load
+from phaseloop.engine.checkpoint.reading import seal as seal
+from phaseloop.engine.checkpoint.reading import verified as verified
+from phaseloop.engine.errors import CheckpointError, ConfigError, DamagedError
+from phaseloop.engine.urls import Place, place
 
 log = logging.getLogger("phaseloop")
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"update_(\d{9,})-(\d+)\Z")
-_TEMPORARY = ".writing-"
-_REMOVING = ".removing-"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk: its folder and what its manifest says."""
-
-    path: Path
-    manifest: Mapping[str, Any]
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(updates, number of the save at that update): a later one compares greater."""
-        return position(self.path.name)
-
-
-def folder_name(updates: int, save: int) -> str:
-    """Name of the ``save``-th checkpoint after ``updates`` updates."""
-    return f"update_{updates:09d}-{save}"
-
-
-def position(name: str) -> tuple[int, int]:
-    """The reverse of :func:`folder_name`.
-
-    Raises:
-        CheckpointError: ``name`` is not a checkpoint's.
-    """
-    match = _NAME.match(name)
-    if match is None:
-        raise CheckpointError(f"{name!r} is not the name of a checkpoint (update_000000012-1)")
-    return int(match[1]), int(match[2])
+_ASIDE = "set_aside"
+_OLD = "old"
 
 
 class Store:
     """The checkpoints of one run.
 
+    One thread may write while another asks for names.
+
     Args:
-        folder: where they are; made when the first is written.
+        folder: a folder or a URL; made when the first checkpoint is written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Place | str) -> None:
+        self.folder: Place = place(folder) if isinstance(folder, str) else folder
+        self._storage = storage_at(self.folder)
+
+    def reach(self, key: str) -> None:
+        """Find out whether checkpoints can be written there, before anything else is done.
+
+        Raises:
+            ConfigError: they cannot; ``key`` says where.
+        """
+        try:
+            self._storage.reach()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                key, f"{self.folder} cannot be reached and written: {said(error)}"
+            ) from None
+
+    def take(self, owner: str) -> None:
+        """Write here from now on, and remove what an interrupted write or removal left behind.
+
+        Args:
+            owner: this process in words, for another that writes here, too.
+        """
+        try:
+            self._storage.take(owner)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.folder} cannot be written: {said(error)}") from error
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what an interrupted write or removal left behind."""
+        try:
+            self._storage.clean()
+        except (OSError, RuntimeError) as error:
+            raise unreadable(self.folder, error) from error
+
+    def exists(self) -> bool:
+        """There is a folder of checkpoints, if only an empty one."""
+        try:
+            return self._storage.exists()
+        except (OSError, RuntimeError) as error:
+            raise unreadable(self.folder, error) from error
 
     def write(self, name: str, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> Saved:
-        """Write a checkpoint; when this returns it is on disk, whole.
+        """Write a checkpoint; when this returns it is whole, and safe from a loss of power.
 
         Args:
             name: its folder, see :func:`folder_name`.
@@ -82,34 +98,38 @@ class Store:
         Raises:
             CheckpointError: it could not be written; nothing is left under ``name``.
         """
-        final, temporary = self.folder / name, self.folder / f"{_TEMPORARY}{name}"
+        storage, begun = self._storage, False
         try:
-            self._make_folder()
-            _remove(temporary)
-            temporary.mkdir()
-            files = {file: _write_part(temporary / file, part) for file, part in parts.items()}
-            manifest = seal({**facts, "format": FORMAT, "files": files})
-            _write_bytes(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-            _flush_folder(temporary)
-            os.rename(temporary, final)
-            _flush_folder(self.folder)
-        except (OSError, RuntimeError) as error:
-            _remove(temporary)
-            raise CheckpointError(f"checkpoint {final} could not be written: {error}") from error
-        return Saved(final, manifest)
-
-    def clean(self) -> None:
-        """Remove what an interrupted write or removal left behind."""
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if path.name.startswith((_TEMPORARY, _REMOVING)):
-                    _remove(path)
+            storage.begin(name)
+            begun = True
+            files = {}
+            for file, part in parts.items():
+                with storage.create(name, file) as opened:
+                    files[file] = _write_part(opened, part)
+            frame = {"name": name, "format": FORMAT, "phaseloop": version(), "files": files}
+            manifest = seal({**facts, **frame})
+            sizes = {file: facts["bytes"] for file, facts in files.items()}
+            storage.finish(name, json.dumps(manifest, indent=1).encode(), sizes)
+        except BaseException as error:
+            if begun:
+                storage.abandon(name)
+            if isinstance(error, OSError | RuntimeError):
+                raise CheckpointError(
+                    f"checkpoint {self.folder / name} could not be written: {said(error)}"
+                ) from error
+            raise
+        return Saved(self.folder / name, manifest)
 
     def names(self) -> list[str]:
-        """Names of all checkpoints, oldest first, damaged or not."""
-        if not self.folder.is_dir():
-            return []
-        found = [p.name for p in self.folder.iterdir() if _NAME.match(p.name)]
+        """Names of all checkpoints, oldest first, damaged or not.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            found = [name for name in self._storage.entries() if is_name(name)]
+        except (OSError, RuntimeError) as error:
+            raise unreadable(self.folder, error) from error
         return sorted(found, key=position)
 
     def whole(self, set_aside: bool = True) -> Iterator[Saved]:
@@ -120,103 +140,96 @@ class Store:
 
         Args:
             set_aside: False: leave a damaged one where it is.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read, or a damaged one not be set aside.
         """
         for name in reversed(self.names()):
             try:
-                yield verified(self.folder / name)
+                yield verify(self._storage, name)
             except DamagedError as error:
                 log.warning("%s", error)
                 if set_aside:
-                    self.set_aside(name)
+                    self._set_aside_damaged(name, error)
 
-    def set_aside(self, name: str) -> Path:
-        """Move a checkpoint to ``set_aside/``, where nothing looks for one; its new place."""
-        aside = self.folder / "set_aside"
-        aside.mkdir(exist_ok=True)
-        target, number = aside / name, 1
-        while target.exists():
-            number += 1
-            target = aside / f"{name}.{number}"
-        os.rename(self.folder / name, target)
-        log.warning("checkpoint %s was moved to %s", name, target)
-        return target
+    def set_aside(self, name: str) -> Place:
+        """Move a checkpoint to ``set_aside/``, where nothing looks for one; its new place.
+
+        Raises:
+            CheckpointError: it could not be moved.
+        """
+        try:
+            target = self._free(f"{_ASIDE}/{name}", ".")
+            self._storage.move(name, target)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.folder / name} could not be moved to {_ASIDE}/: {said(error)}"
+            ) from error
+        moved = self._below(target)
+        log.warning("checkpoint %s was moved to %s", name, moved)
+        return moved
 
     def set_aside_before(self) -> list[str]:
         """Names of what lies in ``set_aside/``."""
-        aside = self.folder / "set_aside"
-        return sorted(path.name for path in aside.iterdir()) if aside.is_dir() else []
+        try:
+            return self._storage.aside(_ASIDE)
+        except (OSError, RuntimeError) as error:
+            raise unreadable(self.folder / _ASIDE, error) from error
+
+    def put_old_aside(self) -> Place:
+        """Move all checkpoints, the oldest first, to ``old-1/`` (or the next free number).
+
+        Cut short, the newest are still where they were.
+        """
+        try:
+            target = self._free(_OLD, "-", always=True)
+            for name in [*self.names(), _ASIDE]:
+                if self._storage.beside(name):
+                    self._storage.move(name, f"{target}/{name}")
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoints in {self.folder} could not be put aside: {said(error)}"
+            ) from error
+        return self._below(target)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint; cut short, it leaves nothing that passes for one."""
-        doomed = self.folder / f"{_REMOVING}{name}"
+        """Remove a checkpoint; cut short, it leaves nothing that passes for one.
+
+        Raises:
+            CheckpointError: it could not be removed.
+        """
         try:
-            os.rename(self.folder / name, doomed)
-        except FileNotFoundError:
-            return
-        _remove(doomed)
+            self._storage.remove(name)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.folder / name} could not be removed: {said(error)}"
+            ) from error
 
-    def _make_folder(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _flush_folder(self.folder.parent)
+    def _set_aside_damaged(self, name: str, damage: DamagedError) -> None:
+        try:
+            self.set_aside(name)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{damage}; and {error}. Make the folder writable, or move it away by hand"
+            ) from error
 
+    def _free(self, name: str, sign: str, always: bool = False) -> str:
+        """The first name that nothing has: ``a``, ``a.2``, ``a.3``; ``a-1``, ``a-2``."""
+        number = 1
+        target = f"{name}{sign}{number}" if always else name
+        while self._storage.beside(target):
+            number += 1
+            target = f"{name}{sign}{number}"
+        return target
 
-def verified(path: Path) -> Saved:
-    """The checkpoint at ``path``, every byte of it checked against its manifest.
-
-    Raises:
-        DamagedError: it is incomplete or damaged.
-        CheckpointError: it is absent, cannot be read, or is of a format unknown here.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {path}")
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, ValueError) as error:
-        raise DamagedError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(manifest, dict) or manifest != seal(manifest):
-        raise DamagedError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {path} has format {manifest['format']}, this program reads {FORMAT}"
-        )
-    for file, facts in manifest["files"].items():
-        _verify_part(path / file, facts)
-    return Saved(path, manifest)
+    def _below(self, target: str) -> Place:
+        found = self.folder
+        for part in target.split("/"):
+            found = found / part
+        return found
 
 
-def load(saved: Saved, file: str) -> Any:
-    """One part of a verified checkpoint, on the CPU; nothing in it is executed.
-
-    Raises:
-        CheckpointError: it holds something else than tensors and plain Python.
-    """
-    return safe_load(saved.path / file)
-
-
-def safe_load(path: Path) -> Any:
-    """``torch.load`` of a file without running code from it.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or would have to run code to be loaded.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise CheckpointError(
-            f"{path} was not loaded: it is no file of tensors and plain Python "
-            f"({type(error).__name__}: {reason[0]})"
-        ) from error
-
-
-def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with the checksum of its own content."""
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    text = json.dumps(content, sort_keys=True)
-    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+# --- writing ---
 
 
 class _HashingFile:
@@ -228,65 +241,19 @@ class _HashingFile:
         self.size = 0
 
     def write(self, data: Any) -> int:
-        self._file.write(data)
-        self.hash.update(data)
-        size = memoryview(data).nbytes
-        self.size += size
-        return size
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), BLOCK):  # a block is hashed while the cache has it
+            block = view[start : start + BLOCK]
+            self._file.write(block)
+            self.hash.update(block)
+        self.size += len(view)
+        return len(view)
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def _write_part(path: Path, part: Any) -> dict[str, Any]:
-    with open(path, "wb") as file:
-        hashing = _HashingFile(file)
-        torch.save(part, hashing)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
+def _write_part(file: IO[bytes], part: Any) -> dict[str, Any]:
+    hashing = _HashingFile(file)
+    torch.save(part, hashing)  # type: ignore[arg-type]
     return {"bytes": hashing.size, "sha256": hashing.hash.hexdigest()}
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _verify_part(path: Path, facts: Mapping[str, Any]) -> None:
-    digest, size = hashlib.sha256(), 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-                size += len(block)
-    except FileNotFoundError as error:
-        raise DamagedError(f"checkpoint {path.parent} lacks {path.name}") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if size != facts["bytes"]:
-        raise DamagedError(
-            f"checkpoint {path.parent} is damaged: {path.name} has {size} bytes, "
-            f"not {facts['bytes']}"
-        )
-    if digest.hexdigest() != facts["sha256"]:
-        raise DamagedError(
-            f"checkpoint {path.parent} is damaged: {path.name} is not what was written"
-        )
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read now, whole or not: {error}")
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)

@@ -11,6 +11,7 @@ from phaseloop.engine.data.options import check_limit, check_options, check_weig
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
+from phaseloop.engine.urls import check_url
 
 Component = dict[str, Any]
 """``{name: REGISTERED, ...options}`` or ``{_target_: importable.thing, ...options}``."""
@@ -56,7 +57,7 @@ class TrainSet:
     epoch_samples: int | None = None
     sampler: Component | None = None
     limit: int | float | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     drop_last: bool = False
     micro_batch_size: int | None = None
     accumulate: int | None = None
@@ -201,7 +202,8 @@ def check(config: dict[str, Any]) -> Schema:
     if schema.optimizer is not None and any(schema.optimizers.values()):
         raise ConfigError("optimizers", "give these or optimizer, not both; ~optimizer drops that")
     schema.gradients.check("gradients")
-    schema.run.check("run")
+    schema.run.check("run", weights=schema.weights)
+    check_url(schema.weights, "weights")
     if not 0 <= schema.seed < 1 << 63:
         raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")
     schema.debug.check("debug")
@@ -246,7 +248,7 @@ def _check_train(data: TrainSet, key: str) -> None:
     if data.mix is None:
         if data.epoch_samples is not None:
             raise ConfigError(f"{key}.epoch_samples", "it is the length of an epoch of a mix")
-        if data.sampler is not None and not data.shuffle:
+        if data.sampler is not None and data.shuffle is False:
             raise ConfigError(f"{key}.shuffle", f"{key}.sampler says which order it is")
         return
     if data.epoch_samples is not None and data.epoch_samples < 1:

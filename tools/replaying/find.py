@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
@@ -20,6 +19,7 @@ from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.errors import CheckpointError, ConfigError, DamagedError
 from phaseloop.engine.run_folder import RESOLVED, RunFolder
+from phaseloop.engine.urls import Place, Url, place, same
 
 _NAMED = re.compile(r"\bupdate (\d+)\b")
 
@@ -43,8 +43,8 @@ def run_folder(word: str) -> RunFolder:
     Raises:
         ConfigError: there is none, or it is not one; runs that there are, are named.
     """
-    folder = RunFolder(Path(word))
-    if (folder.path / RESOLVED).is_file() or folder.checkpoints.is_dir():
+    folder = RunFolder.found(Path(word))
+    if (folder.path / RESOLVED).is_file() or (folder.path / "checkpoints").is_dir():
         return folder
     problem = "is not the folder of a run" if folder.path.is_dir() else "does not exist"
     near = folder.path.parent if folder.path.parent.is_dir() else Path.cwd()
@@ -82,7 +82,7 @@ def find_start(folder: RunFolder, update: int, resume: str) -> Start:
         except DamagedError as error:
             passed_over.append(str(error))
         except CheckpointError as error:
-            if (checkpoints.folder / name).is_dir():  # else a training at work has removed it
+            if name in checkpoints.names():  # else a training at work has removed it
                 raise
             passed_over.append(str(error))
     origin = _origin(checkpoints, names, resume)
@@ -103,20 +103,22 @@ def find_start(folder: RunFolder, update: int, resume: str) -> Start:
     return Start(saved, passed_over)
 
 
-def _origin(checkpoints: store.Store, names: Sequence[str], resume: str) -> Path | None:
+def _origin(checkpoints: store.Store, names: Sequence[str], resume: str) -> Place | None:
     """The checkpoint of another run that this one began with."""
-    here = checkpoints.folder.resolve()
+    here = checkpoints.folder
+    options = here.options if isinstance(here, Url) else {}
     for name in reversed(names):
         try:
             saved = store.verified(checkpoints.folder / name)
         except CheckpointError:
             continue
-        paths = [Path(origin["path"]) for origin in saved.manifest["origins"]]
-        foreign = [path for path in paths if path.parent != here]
+        paths = [place(origin["path"], options) for origin in saved.manifest["origins"]]
+        foreign = [path for path in paths if not same(path.parent, here)]
         return foreign[-1] if foreign else None
-    if resume in ("auto", "never") or Path(resume).resolve().parent == here:
+    start = place(resume, options)
+    if resume in ("auto", "never") or same(start.parent, here):
         return None
-    return Path(resume).resolve()
+    return start.resolve() if isinstance(start, Path) else start
 
 
 def configuration(folder: RunFolder, update: int) -> tuple[dict[str, Any], str]:
@@ -138,11 +140,8 @@ def configuration(folder: RunFolder, update: int) -> tuple[dict[str, Any], str]:
                 continue
             if found:
                 return found, f"as {name} has it"
-    try:
-        found = yaml.safe_load((folder.path / RESOLVED).read_text())
-    except (OSError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
+    found = folder.config()
+    if not found:
         raise ConfigError(
             "run",
             f"{folder.path} holds no {RESOLVED} that can be read; a run made in Python is replayed "
