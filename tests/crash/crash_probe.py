@@ -189,14 +189,20 @@ class BlowUp(Hook):
 
 @register_hook("crash_clock")
 class Clock(Hook):
-    """The time of day jumps: an hour back after update 3, a day forward after update 7."""
+    """The time of day jumps: an hour back after update 3, a day forward after update 7.
+
+    Args:
+        start: seconds that it is off from the beginning.
+    """
 
     only_watches = True
     order = Order.DEFAULT
 
+    def __init__(self, start: float = 0.0) -> None:
+        self._jumped = start
+
     def on_start(self, task: Task) -> None:
         self._time = time.time
-        self._jumped = 0.0
         time.time = lambda: self._time() + self._jumped
 
     def on_step(self, task: Task) -> None:
