@@ -79,8 +79,8 @@ def test_res_o_many_scenarios() -> None:
 def test_the_harness_sees_a_difference(tmp_path: Path) -> None:
     """Of two runs of which one has another seed, nearly everything differs."""
     given = features.config(features.settled({"test": "epochs", "average": "ema"}))
-    for name, seed in (("a", 0), ("b", 1)):
-        folder = command.lay_out(tmp_path / name, {**given, "seed": seed})
+    for name, number in (("a", 0), ("b", 1)):
+        folder = command.lay_out(tmp_path / name, {**given, "seed": number})
         assert command.run(folder)[0] == 0
     found = list(equal.differences(tmp_path / "a" / "run", tmp_path / "b" / "run"))
     places = {line.split(":")[0].split(".")[0].split(" ")[0] for line in found}
