@@ -14,6 +14,8 @@ if not __name__.startswith("phaseloop."):
 
 if TYPE_CHECKING:
     from phaseloop.engine.backends import Backend, Single
+    from phaseloop.engine.checkpoint.fitting import WeightsReport
+    from phaseloop.engine.checkpoint.weights import Weights, load_weights
     from phaseloop.engine.data.batch import Batch
     from phaseloop.engine.data.batch_transforms import CutMix, MixUp, MixUpOrCutMix
     from phaseloop.engine.data.mix import Mix, Source
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "backends": ["Backend", "Single"],
+    "checkpoint.fitting": ["WeightsReport"],
+    "checkpoint.weights": ["Weights", "load_weights"],
     "data.batch": ["Batch"],
     "data.batch_transforms": ["CutMix", "MixUp", "MixUpOrCutMix"],
     "data.mix": ["Mix", "Source"],
@@ -149,6 +153,9 @@ __all__ = [
     "TorchSchedule",
     "Trainer",
     "Warmup",
+    "Weights",
+    "WeightsReport",
+    "load_weights",
     "parameter_groups",
     "register_backend",
     "register_batch_transform",

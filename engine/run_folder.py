@@ -23,6 +23,7 @@ log = logging.getLogger("phaseloop")
 STATUS = "status.json"
 RESOLVED = "resolved.yaml"
 LOG = "log.txt"
+LOCK = ".lock"
 ONLY_FILE = {"only_file": True}
 
 
@@ -43,7 +44,7 @@ class RunFolder:
     ) -> None:
         self.path = path.absolute()
         self._checkpoints = None if checkpoints is None else place(checkpoints, options)
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
         self._handler: logging.Handler | None = None
 
     @classmethod
@@ -83,22 +84,41 @@ class RunFolder:
             InUseError: another process trains in this folder.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 held while the run lasts
+            # Whoever had the folder may have put it aside since it was opened here.
+            while not self.in_place:
+                self.close()
+                self._take()
         except OSError as error:
+            self.close()
             raise ConfigError("run.dir", f"{self.path} cannot be used: {error.strerror}") from None
+
+    def _take(self) -> None:
+        """Lock the file that is there now, and write down who has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 held on
         try:
             # lockf and not flock: loader workers, forked later, must not hold it.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().decode(errors="replace").strip()
+            self.close()
             raise InUseError(
-                f"another process ({self._lock.read().strip() or 'unknown'}) is training in "
-                f"{self.path}; wait for it, or use another run.dir"
+                f"another process ({holder or 'unknown'}) is training in {self.path}; "
+                f"wait for it, or use another run.dir"
             ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        self._lock.flush()
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+
+    @property
+    def in_place(self) -> bool:
+        """The folder that was opened still stands where it was."""
+        if self._lock is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / LOCK))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Give the lock back."""

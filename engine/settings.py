@@ -22,7 +22,7 @@ class Run:
             run's folder aside and start anew; a path or a URL: start from that checkpoint.
         threads: threads of torch's CPU operations; None: as torch chooses.
         deterministic: only operations that give the same bits each time.
-        grace: seconds from SIGTERM to leaving unsaved, when no border is reached before.
+        grace: seconds from SIGTERM or SIGHUP to leaving unsaved, when no border is reached before.
         log_every: updates from one log point to the next.
     """
 

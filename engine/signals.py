@@ -1,11 +1,13 @@
-"""Signals: SIGTERM and Ctrl-C ask a run to stop at its next border, and lose nothing.
+"""Signals: SIGTERM, SIGHUP and Ctrl-C ask a run to stop at its next border, and lose nothing.
 
-A handler sets a flag. Only where the run waits for data, with every window closed, does it raise
+SIGHUP comes when the terminal is closed; a run under nohup, which ignores it, goes on. A handler
+sets a flag. Only where the run waits for data, with every window closed, does it raise
 :class:`Interrupted`, so that a slow dataset or worker does not hold the stop up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -25,14 +27,14 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Handlers for SIGTERM and SIGINT while a run lasts.
+    """Handlers for SIGTERM, SIGHUP and SIGINT while a run lasts.
 
-    Handlers found are called too, and put back by :meth:`restore`. Outside the main thread
-    nothing is installed, since Python does not allow it there.
+    Handlers found are called too, and put back by :meth:`restore`. A SIGHUP that is ignored
+    stays so. Outside the main thread nothing is installed, since Python does not allow it there.
 
     Args:
-        grace: seconds after SIGTERM in which a border has to be reached; after that the process
-            leaves at once, unsaved, with exit code 143.
+        grace: seconds after SIGTERM or SIGHUP in which a border has to be reached; after that
+            the process leaves at once, unsaved, with exit code 143 or 129.
 
     Attributes:
         received: number of the first signal, or None.
@@ -48,10 +50,12 @@ class Signals:
         self._last_interrupt = -_AT_ONCE
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT."""
+        """Take over SIGTERM, SIGHUP and SIGINT."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup's doing
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
@@ -75,11 +79,13 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
+        if number == signal.SIGHUP:
+            _leave_terminal()
         self._chain(number, frame)
-        if number == signal.SIGTERM:
-            self._start_timer()
-        else:
+        if number == signal.SIGINT:
             self._second_interrupt()
+        else:
+            self._start_timer(number)
         if self.waiting:
             self.waiting = False
             raise Interrupted
@@ -96,18 +102,31 @@ class Signals:
         os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
         self._last_interrupt = now
 
-    def _start_timer(self) -> None:
+    def _start_timer(self, number: int) -> None:
         if self._timer is None:
-            self._timer = threading.Timer(self._grace, self._leave)
+            self._timer = threading.Timer(self._grace, self._leave, [number])
             self._timer.daemon = True
             self._timer.start()
 
-    def _leave(self) -> None:
+    def _leave(self, number: int) -> None:
         log.error(
-            "no border was reached %g s after SIGTERM (run.grace): leaving unsaved; "
+            "no border was reached %g s after %s (run.grace): leaving unsaved; "
             "the newest checkpoint stands",
             self._grace,
+            signal.Signals(number).name,
         )
         for handler in log.handlers:
             handler.flush()
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
+
+
+def _leave_terminal() -> None:
+    """Where the terminal is gone, every word to it is an error, and none may hold up the save."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            with contextlib.suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

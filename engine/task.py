@@ -17,6 +17,8 @@ from phaseloop.engine.backends import Backend, Single
 from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.checkpoint.store import Store
+from phaseloop.engine.checkpoint.weights import Weights
+from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
@@ -66,6 +68,7 @@ class Task(Stepping):
         precision: ``float32``, ``bfloat16`` or ``float16`` (autocast), ``float64``; or a
             :class:`Precision`, which may say how losses are scaled.
         model_options: compilation, memory layout, activation checkpointing.
+        weights: what the model's tensors are at the start of the run, or just the path of it.
         backend: how to run; None: this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
@@ -96,6 +99,7 @@ class Task(Stepping):
         freeze: Sequence[str] = (),
         precision: str | Precision = "float32",
         model_options: ModelOptions | None = None,
+        weights: Weights | str | None = None,
         backend: Backend | None = None,
         seed: int = 0,
         run: Run | None = None,
@@ -114,6 +118,7 @@ class Task(Stepping):
         self.gradients = gradients if gradients is not None else Gradients()
         self.precision = Precision(precision) if isinstance(precision, str) else precision
         self.model_options = model_options or ModelOptions()
+        self.weights = Weights(weights) if isinstance(weights, str) else weights
         self.changes_input = self.precision.changes_input or self.model_options.channels_last
         self.backend = backend or Single()
         self.train_data = train
@@ -148,6 +153,9 @@ class Task(Stepping):
         self.resumed = False
         self.resumed_from = ""
         self.before_save: list[Callable[[Task], None]] = []
+        self.writer = Writer()
+        # What status.json says while the run goes on; given by whoever runs the task.
+        self.running_status: Callable[[], dict[str, Any]] | None = None
         self.identity: dict[str, Any] = {}
         self.origins: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}

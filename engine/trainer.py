@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloop.engine import registry
-from phaseloop.engine.checkpoint import contents, resume
+from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.environment import Environment
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
@@ -126,6 +127,7 @@ class Trainer:
         """Build; restore model, optimizers, progress; on_start; hooks; random states."""
         task, hooks = self.task, self.hooks
         task.hooks = hooks
+        task.before_save.append(_check_place)
         task.build()
         saved = self._start_from or resume.find(task)
         state = contents.restore(task, saved) if saved is not None else None
@@ -136,6 +138,7 @@ class Trainer:
             resume.warn_about_environment(task, state)
             resume.warn_about_length(task, state)
         else:
+            weights.start(task)
             task.seed_all()
         self._begun = True
         hooks.on_start(task)
@@ -149,6 +152,7 @@ class Trainer:
             contents.restore_random(task, state)
         # Only now: a hook that refuses its options leaves an old run's files as they were.
         self._running = True
+        task.running_status = lambda: _status(self._outcome("running"))
         self._write_status(self._outcome("running"))
         if task.folder is not None and task.primary and task.config:
             task.folder.write_config(task.config)
@@ -169,7 +173,7 @@ class Trainer:
         outcome = self._outcome("failed", _describe(error))
         hint = _hint(error)
         # Whoever called says what is wrong with a configuration; twice would be once too often.
-        extra = ONLY_FILE if isinstance(error, ConfigError) else None
+        extra = ONLY_FILE if isinstance(error, ConfigError | InUseError) else None
         shown = f" ({hint})" if hint else ""
         log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
@@ -183,12 +187,13 @@ class Trainer:
         try:
             if self._running:
                 self._write_status(outcome)
-        except OSError as error:
+        except (OSError, PhaseloopError) as error:
             return [error]
         return []
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.task.folder is not None and self.task.primary:
+            _check_place(self.task)
             self.task.folder.write_status(_status(outcome))
 
     def _outcome(self, status: str, reason: str = "") -> Outcome:
@@ -254,6 +259,17 @@ def registered_defaults() -> dict[str, Hook]:
     return found
 
 
+def _check_place(task: Task) -> None:
+    """Raises CheckpointError where the run's folder is gone: another run may be where it was."""
+    folder = task.folder
+    if folder is not None and task.primary and not folder.in_place:
+        raise CheckpointError(
+            f"the run's folder was moved or removed while it trained, so nothing more is written "
+            f"to {folder.path}. What is in it stands: go on by the same command with "
+            f"run.dir=NEW_PATH"
+        )
+
+
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -264,7 +280,7 @@ def _hint(error: BaseException) -> str:
     return ""
 
 
-def _status(outcome: Outcome) -> dict[str, object]:
+def _status(outcome: Outcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,

@@ -57,8 +57,8 @@ class Curves(Hook):
     def on_end(self, task: Task, outcome: Outcome) -> None:
         if task.folder is None or not task.primary:
             return
-        # After SIGTERM time is short, and the last checkpoint has still to be written.
-        if outcome.signal == signal.SIGTERM:
+        # After these time is short, and the last checkpoint has still to be written.
+        if outcome.signal in (signal.SIGTERM, signal.SIGHUP):
             return
         root = Path(task.folder.path)
         try:

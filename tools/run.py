@@ -1,7 +1,7 @@
 """The command line: ``python tools/run.py config=NAME key=value ...`` trains an experiment.
 
-Exit codes: 0 done; 1 an error; 2 a wrong configuration, found before any data is read; 130 Ctrl-C
-and 143 SIGTERM, with the state saved.
+Exit codes: 0 done; 1 an error; 2 a wrong configuration, found before any data is read, or a folder
+in which another process trains; 129 SIGHUP, 130 Ctrl-C and 143 SIGTERM, with the state saved.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def exit_code(job: Callable[[], int]) -> int:
     except ConfigError as error:
         print(f"wrong configuration: {error}", file=sys.stderr)
         return WRONG_CONFIG
-    except (DataError, CheckpointError, InUseError) as error:
+    except InUseError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return WRONG_CONFIG
+    except (DataError, CheckpointError) as error:
         # Said in a sentence; a traceback only where another error is behind it.
         if error.__cause__ is not None:
             traceback.print_exc()

@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "data.test.*.workers", "data.test.*.prefetch", "data.test.*.pin_memory",
     "data.test.*.micro_batch_size", "data.test.*.accumulate",
     "model.compile", "model.checkpoint",
+    "model.weights",  # resume.py compares the bytes
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine import environment
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import store, weights
 from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.checkpoint.remote import owner
@@ -183,6 +183,7 @@ def _check_config(task: Task, saved: store.Saved) -> None:
     if state["config"] and task.config:
         changes = forbidden_changes(state["config"], task.config)
     # What no file says, and what a task made without files says: compared always.
+    changes = [*changes, *weights.changes(task, state["identity"])]
     changes = changes or forbidden_changes(state["identity"], task.identity)
     if changes:
         key = _key(task) if task.run.resume in ("auto", "never") else "run.resume"

@@ -20,12 +20,13 @@ from phaseloop.engine import (
     registry,
 )
 from phaseloop.engine.backends import Backend
+from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
 from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
-from phaseloop.engine.config.typed import to_dataclass
+from phaseloop.engine.config.typed import convert, to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
 from phaseloop.engine.model_options import ModelOptions
@@ -35,7 +36,8 @@ from phaseloop.engine.stages import Stage
 from phaseloop.engine.task import Task
 from phaseloop.engine.urls import without_secrets
 
-_MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
+_OPTION_KEYS = tuple(f.name for f in dataclasses.fields(ModelOptions))
+_MODEL_KEYS = (*_OPTION_KEYS, "weights")
 
 
 @dataclass
@@ -81,6 +83,7 @@ def build(schema: Schema) -> Built:
         freeze=schema.freeze,
         precision=_precision(schema),
         model_options=_model_options(schema),
+        weights=_weights(schema),
         backend=_backend(backend),
         seed=schema.seed,
         run=schema.run,
@@ -232,11 +235,18 @@ def _check_model(schema: Schema, components: Components) -> None:
             "a function that makes the model and has another name for it",
         )
     _model_options(schema).check()
+    if (weights := _weights(schema)) is not None:
+        weights.check()
 
 
 def _model_options(schema: Schema) -> ModelOptions:
-    given = {key: schema.model[key] for key in _MODEL_KEYS if key in schema.model}
+    given = {key: schema.model[key] for key in _OPTION_KEYS if key in schema.model}
     return to_dataclass(ModelOptions, given, "model")
+
+
+def _weights(schema: Schema) -> Weights | None:
+    given = convert(str | Weights | None, schema.model.get("weights"), "model.weights")
+    return Weights(given) if isinstance(given, str) else given
 
 
 def _train_step(

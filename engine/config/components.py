@@ -1,13 +1,10 @@
 """Components: ``{name: ...}`` or ``{_target_: ...}`` into objects, by this one function.
 
-``_target_`` names code that will run. So it must lie in a package that the configuration's author
-allowed: torch's layers, optimizers and data tools, torchmetrics, phaseloop, whatever ``imports``
-names, and what ``allow_targets`` adds.
+What ``_target_`` may name is the business of :mod:`phaseloop.engine.config.targets`.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -18,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phaseloop.engine.config.targets import Targets
 from phaseloop.engine.config.typed import convert
 from phaseloop.engine.errors import ConfigError, RegistryError, listing, nearest
 from phaseloop.engine.registry import Registry
-
-ALLOWED = ("torch.nn", "torch.optim", "torch.utils.data", "torchmetrics", "phaseloop")
 
 
 class Components:
@@ -34,9 +30,7 @@ class Components:
     """
 
     def __init__(self, imports: Sequence[str] = (), allow_targets: Sequence[str] = ()) -> None:
-        modules = [import_module(name) for name in imports]
-        own = [module.split(".")[0] for module in modules]
-        self._allowed = tuple(dict.fromkeys([*ALLOWED, *own, *allow_targets]))
+        self._targets = Targets([import_module(name) for name in imports], allow_targets)
 
     def check(
         self,
@@ -101,7 +95,7 @@ class Components:
         if "_target_" in spec:
             if "name" in spec:
                 options["name"] = spec["name"]
-            return self._locate(spec["_target_"], f"{key}._target_"), options
+            return self._targets.find(spec["_target_"], f"{key}._target_"), options
         name = spec.get("name", default_name)
         if not isinstance(name, str):
             raise ConfigError(
@@ -111,27 +105,6 @@ class Components:
             return registry.get(name).target, options
         except RegistryError as error:
             raise ConfigError(f"{key}.name" if "name" in spec else key, str(error)) from None
-
-    def _locate(self, path: Any, key: str) -> Callable[..., Any]:
-        if not isinstance(path, str) or "." not in path:
-            raise ConfigError(key, f"{path!r} is not the full name of a class or function")
-        self._check_allowed(path, path, key)
-        found = _import_object(path, key)
-        if not callable(found):
-            raise ConfigError(key, f"{path} is not a class or function")
-        # A module may hold names of others: torch.nn.functional.torch.load is torch.load.
-        home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-        self._check_allowed(home, path, key)
-        target: Callable[..., Any] = found
-        return target
-
-    def _check_allowed(self, home: str, path: str, key: str) -> None:
-        if not any(home == a or home.startswith(f"{a}.") for a in self._allowed):
-            raise ConfigError(
-                key,
-                f"{path} is not in a package that may be named here ({listing(self._allowed)}); "
-                f"_target_ runs code: add the package to allow_targets if you trust it",
-            )
 
     def _check_options(
         self,
@@ -151,7 +124,9 @@ class Components:
         for option, value in options.items():
             if option in named:
                 self._check_value(hints.get(option, Any), value, f"{key}.{option}")
-            elif not takes_any:
+            elif takes_any:
+                self._check_nested(value, f"{key}.{option}")
+            else:
                 raise ConfigError(
                     f"{key}.{option}",
                     f"{label} takes no option {option!r}.{nearest(option, [*named, *extra])} "
@@ -162,11 +137,23 @@ class Components:
                 raise ConfigError(f"{key}.{option}", f"{label} needs a value")
 
     def _check_value(self, hint: Any, value: Any, key: str) -> None:
-        if isinstance(value, Mapping) and "_target_" in value:
-            options = {k: v for k, v in value.items() if k != "_target_"}
-            self._check_options(self._locate(value["_target_"], f"{key}._target_"), options, key, 0)
-        else:
+        if not self._check_nested(value, key):
             convert(hint, value, key)
+
+    def _check_nested(self, value: Any, key: str) -> bool:
+        """Check the components that an option is or holds; whether it is one itself."""
+        if isinstance(value, list):
+            for number, item in enumerate(value):
+                self._check_nested(item, f"{key}.{number}")
+        elif isinstance(value, Mapping):
+            options = {k: v for k, v in value.items() if k != "_target_"}
+            if "_target_" in value:
+                target = self._targets.find(value["_target_"], f"{key}._target_")
+                self._check_options(target, options, key, 0)
+                return True
+            for name, item in options.items():
+                self._check_nested(item, f"{key}.{name}")
+        return False
 
     def _nested(self, value: Any, key: str) -> Any:
         """Options may hold components by ``_target_`` themselves, in lists and mappings too."""
@@ -177,7 +164,7 @@ class Components:
         options = {k: self._nested(v, f"{key}.{k}") for k, v in value.items() if k != "_target_"}
         if "_target_" not in value:
             return options
-        target = self._locate(value["_target_"], f"{key}._target_")
+        target = self._targets.find(value["_target_"], f"{key}._target_")
         self._check_options(target, options, key, 0)
         return target(**options)
 
@@ -217,24 +204,6 @@ def import_module(name: str) -> str:
         del sys.modules[module_name]
         raise
     return module_name
-
-
-def _import_object(path: str, key: str) -> Any:
-    """The object at a dotted path, importing as many leading parts as are modules."""
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[end:]:
-            if not hasattr(found, part):
-                close = difflib.get_close_matches(part, dir(found), n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(key, f"{path}: there is no {part!r}.{hint}")
-            found = getattr(found, part)
-        return found
-    raise ConfigError(key, f"{path}: there is no module {parts[0]!r}")
 
 
 def _parameters(target: Callable[..., Any], given: int) -> dict[str, inspect.Parameter]:

@@ -184,11 +184,15 @@ def _compose(loader: Any, overrides: list[str]) -> Composed:
             continue
         config = _choose(config, chosen, loader, _choices_in_file(loader, default.config_path))
         layer = _load(loader, default.config_path)
+        if "hydra" in layer and default.config_path != MAIN:
+            raise _no_settings_of_hydra(default.config_path)
         package = default.package or ""
         if package.split(".")[0] == EXPERIMENTS:
             raise _lacks_header(default.config_path)
         config = _merge_layer(config, _embed(layer, package))
     config = _choose(config, chosen, loader, _choices_in_words(overrides))
+    if any(override.lstrip("+~").startswith("hydra") for override in overrides):
+        raise _no_settings_of_hydra("the command line")
     config = _apply(config, plan.config_overrides)
     config.pop("hydra", None)
     resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
@@ -281,6 +285,13 @@ def _missing(error: MissingConfigException, loader: Any) -> str:
     if not options:
         return _first_line(error)
     return f"{group}: there is no {name!r}.{nearest(name, options)} There are: {listing(options)}"
+
+
+def _no_settings_of_hydra(place: str) -> ConfigError:
+    """Hydra makes whatever class its settings name; and a run of ours does not use them."""
+    return ConfigError(
+        "hydra", f"Hydra's own settings are for the command line with --multirun, not for {place}"
+    )
 
 
 def _lacks_header(path: str) -> ConfigError:

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_PARENTS_BUSINESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
 _PATIENCE = 1.0
 """Seconds that a worker gets to end by itself."""
 
@@ -21,11 +23,11 @@ _PATIENCE = 1.0
 def start(make: Callable[[], T], processes: list[BaseProcess]) -> T:
     """What ``make`` gives; the processes that it starts are added to ``processes``.
 
-    They are born with SIGINT and SIGTERM held back, so that a Ctrl-C in that very instant does
-    not run the parent's handler in them.
+    They are born with the signals that are the parent's business held back, so that a Ctrl-C in
+    that very instant does not run the parent's handler in them.
     """
     before = {process.pid for process in multiprocessing.active_children()}
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_BUSINESS)
     try:
         return make()
     finally:
@@ -36,8 +38,8 @@ def start(make: Callable[[], T], processes: list[BaseProcess]) -> T:
 
 def prepare_worker(_: int) -> None:
     """In a worker: signals are the parent's business, and it ends when the parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _PARENTS_BUSINESS:
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

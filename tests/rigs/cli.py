@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +54,14 @@ def run(words: Sequence[str], cwd: Path, timeout: float = 120) -> subprocess.Com
     )
 
 
-def start(words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
-    """The same, not waited for."""
+def start(
+    words: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The same, not waited for, with further variables in its environment."""
     return subprocess.Popen(
         [sys.executable, str(RUN), *words],
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

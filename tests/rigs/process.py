@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # torch imports dynamo when the first optimizer is made: two seconds for each process; hooks import
 # the last two when they start or draw: one more.
 PRELOADED = ("pytest", "phaseloop.engine.task", "phaseloop.hooks", "phaseloop.train_steps",
-             "phaseloop.tools.jobs", "tests.rigs.r1", "torch._dynamo", "torch.utils.tensorboard",
+             "phaseloop.tools.jobs", "phaseloop.tools.run", "hydra", "tests.rigs.r1",
+             "tests.crash.command", "torch._dynamo", "torch.utils.tensorboard",
              "matplotlib.backends.backend_agg")  # fmt: skip
 LIMIT = 60.0
 """Seconds that a process gets before it counts as hanging; far more than any needs."""
@@ -71,8 +72,9 @@ class Running:
             os.kill(self.pid, number)
 
     def printed(self) -> str:
-        """What it has printed so far."""
-        return (self._folder / "output").read_text(errors="replace")
+        """What it has printed so far; nothing where it was killed before it could."""
+        output = self._folder / "output"
+        return output.read_text(errors="replace") if output.exists() else ""
 
     def wait(self, limit: float = LIMIT) -> Ended:
         """Wait for its end.

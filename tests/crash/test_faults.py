@@ -1,0 +1,141 @@
+"""CK-a, CK-c for every operation on the file system: it fails, is cut short, or is the last one.
+
+A small run that saves, prunes, logs and writes its status, from its start and from a checkpoint
+beside which a half written one lies. Its operations are counted; then each is disturbed by itself.
+The run goes on, or ends with an error that is told; what has a final name is whole; what was logged
+as saved is there; and the same command brings it to the end of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phaseloop.engine.checkpoint import store
+from tests.crash import command, features, scenario
+from tests.crash.faulty_fs import Plan
+from tests.rigs import equal
+
+pytestmark = pytest.mark.crash
+
+ACTIONS = ("error", "full", "short", "kill", "kill_half", "kill_after")
+
+
+def config(tensorboard: bool) -> dict[str, Any]:
+    """Two epochs of two updates with a test, saved after each update: some 150 operations."""
+    given = features.config(
+        features.settled({"every_updates": 1, "tensorboard": tensorboard, "test": "epochs"}), 0.0
+    )
+    given["phases"]["epochs"] = 2
+    given["data"]["train"]["dataset"]["count"] = 2 * features.BATCH
+    return given
+
+
+class Subject:
+    """What is disturbed: a folder to begin with, its undisturbed end, and the operations between.
+
+    Attributes:
+        operations: kind and path of each.
+    """
+
+    def __init__(self, tmp: Path, resumed: bool, tensorboard: bool = False) -> None:
+        self.whole = command.lay_out(tmp / "whole", config(tensorboard))
+        self.begun = command.lay_out(tmp / "begun", config(tensorboard))
+        self.resumed = resumed
+        told = self._count(self.whole)
+        for file in self.whole.glob("composed-*"):
+            shutil.copy(file, self.begun)
+        self.operations = told
+        if resumed:
+            half = next(n for n, line in enumerate(told, 1) if "update_000000003" in line)
+            kill = Plan(str(self.begun / "run"), do="kill_after", at=half + 5)
+            assert command.run(self.begun, faults=kill)[0] == -scenario.KILL
+            assert scenario.left_over(self.begun / "run")
+            counted = tmp / "counted"
+            shutil.copytree(self.begun, counted)
+            self.operations = self._count(counted)
+
+    @staticmethod
+    def _count(folder: Path) -> list[str]:
+        log = folder / "operations"
+        code, output = command.run(folder, faults=Plan(str(folder / "run"), log=str(log)))
+        assert code == 0, output
+        return log.read_text().splitlines()
+
+    def disturb(self, folder: Path, number: int, action: str) -> list[str]:
+        """Disturb one operation and go on; everything that is not as promised."""
+        shutil.copytree(self.begun, folder)
+        run = folder / "run"
+        faults = Plan(str(run), do=action, at=number, number=_number(number))
+        code, output = command.run(folder, faults=faults)
+        way = "kill" if action.startswith("kill") else "error"
+        wrong = [*scenario.wrong_code(way, code, output), *scenario.wrong_folder(run)]
+        if self.resumed and not store.Store(run / "checkpoints").names():
+            wrong.append("no checkpoint is left")
+        if code != 0 and not wrong:
+            code, output = command.run(folder)
+            if code != 0:
+                wrong.append(f"the same command again ended with {code}:\n{output}")
+        if not wrong:
+            wrong += equal.differences(self.whole / "run", run)
+        shutil.rmtree(folder)
+        return wrong
+
+    def disturbances(self) -> list[tuple[int, str]]:
+        """All of them: number of the operation, action."""
+        return [
+            (number, action)
+            for number, line in enumerate(self.operations, 1)
+            for action in ACTIONS
+            if line.startswith("write") or action not in ("short", "kill_half")
+        ]
+
+
+def _number(operation: int) -> int:
+    """Of the error: another one for each operation."""
+    return (errno.EIO, errno.ENOSPC, errno.EACCES)[operation % 3]
+
+
+def check(tmp: Path, subject: Subject, chosen: list[tuple[int, str]]) -> None:
+    """Each by itself; all that is wrong is told at once."""
+    found = []
+    for number, action in chosen:
+        try:
+            wrong = subject.disturb(tmp / f"{number}-{action}", number, action)
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        place = subject.operations[number - 1].replace(str(subject.begun.parent), "")
+        found += [f"{action} at operation {number}, {place}: {what}" for what in wrong]
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["anew", "resumed"])
+def test_ck_a_an_operation_of_a_run_is_disturbed(tmp_path: Path, resumed: bool) -> None:
+    subject = Subject(tmp_path, resumed)
+    seeded = random.Random(f"faults {resumed}")
+    check(tmp_path, subject, seeded.sample(subject.disturbances(), 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("resumed", [False, True], ids=["anew", "resumed"])
+def test_ck_a_each_operation_of_a_run_is_disturbed(
+    tmp_path: Path, resumed: bool, action: str
+) -> None:
+    subject = Subject(tmp_path, resumed, tensorboard=True)
+    check(tmp_path, subject, [one for one in subject.disturbances() if one[1] == action])
+
+
+def test_every_kind_of_operation_comes_up(tmp_path: Path) -> None:
+    """What the layer does not see it cannot disturb: a run does all of these."""
+    subject = Subject(tmp_path, resumed=True)
+    kinds = {line.split()[0] for line in subject.operations}
+    assert kinds == {"open", "read", "list", "create", "write", "truncate", "fsync", "rename",
+                     "mkdir", "unlink", "rmdir"}  # fmt: skip
+    saves = [line for line in subject.operations if ".writing-" in line]
+    assert len(saves) >= 3 * 6  # two files and a manifest: each is made, written, flushed
