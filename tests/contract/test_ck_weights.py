@@ -187,7 +187,7 @@ def test_from_a_run_and_its_checkpoints(pretrained: Path) -> None:
 
 
 def test_from_a_run_whose_checkpoints_lie_elsewhere(tmp_path: Path) -> None:
-    """By the run's folder, which knows where; and by the URL of all, of one, and of a file."""
+    """By the URL of all of them, of one, and of a file."""
     url = f"memory://{tmp_path.name}"
     r1.train(tmp_path / "run", epochs=1, run={"checkpoints": url})
     saved = next(store.Store(url).whole())
