@@ -13,8 +13,9 @@ from phaseloop.engine import optimizers
 from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.checkpoint.weights import Weights
-from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.loaders import AnyLoader, make_loader
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
 from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
@@ -51,6 +52,23 @@ def check(task: Task) -> None:
     for key, data in {**trained, **_test_keys(task)}.items():
         data.open(task.seed, key)
         data.check(key, train=key in trained)
+    for number, stage in enumerate(task.whole_phases):
+        _check_length(task, stage, stage.key(number) if len(task.whole_phases) > 1 else "phases")
+
+
+def _check_length(task: Task, stage: Stage, key: str) -> None:
+    """Raises ConfigError for parts of an epoch, where nobody knows how long an epoch is."""
+    data = task.train_data if stage.train is None else stage.train
+    if data is None or not is_stream(data.first) or data.stream_length() is not None:
+        return
+    for name in ("epochs", "test_every_epochs"):
+        value = getattr(stage, name)
+        if value is not None and value != int(value):
+            raise ConfigError(
+                f"{key}.{name}",
+                f"{value} is a part of an epoch, and how long a pass through this stream is shows "
+                f"at its end: give whole epochs, or updates, or let the stream have a length",
+            )
 
 
 def shortened(task: Task) -> list[Stage]:
@@ -163,7 +181,7 @@ def _place_modules(task: Task) -> None:
 
 def _make_loaders(task: Task) -> None:
     # Numbered among its kind: a test draws the same whether there is training data or not.
-    trained: dict[int, Loader] = {}
+    trained: dict[int, AnyLoader] = {}
     for number, (key, data) in enumerate(training_data(task).items()):
         if id(data) not in trained:
             trained[id(data)] = _loader(task, data, key, number, train=True)
@@ -182,8 +200,8 @@ def _make_loaders(task: Task) -> None:
         task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
 
 
-def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> Loader:
-    return Loader(
+def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLoader:
+    return make_loader(
         data,
         train=train,
         source=number,
@@ -197,9 +215,9 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> Loade
     )
 
 
-def _warn_about_batches(data: Data, loader: Loader, key: str, processes: int) -> None:
+def _warn_about_batches(data: Data, loader: AnyLoader, key: str, processes: int) -> None:
     largest = max(data.sizes.values())
-    if loader.samples < largest:
+    if loader.samples is not None and loader.samples < largest:
         log.warning(
             "%s: %d samples are fewer than batch_size %d: each epoch is one smaller update",
             key,
@@ -216,7 +234,7 @@ def _warn_about_batches(data: Data, loader: Loader, key: str, processes: int) ->
         )
 
 
-def _check_one_piece(loader: Loader, place: str) -> None:
+def _check_one_piece(loader: AnyLoader, place: str) -> None:
     """Steps that make several optimizer steps, or call a closure, do so on a whole batch."""
     plans = list(loader.plans.values())
     pieces = max(len(plan.window(0).pieces) for plan in plans)

@@ -57,6 +57,8 @@ class Committing:
             if accumulator.full:
                 accumulator.closed = True
                 self.phase.position += 1
+                if accumulator.window.last:
+                    self.phase.windows = self.phase.position
             return
         progress = self.progress
         self.changed = True
@@ -74,6 +76,8 @@ class Committing:
         progress.windows += 1
         progress.samples += accumulator.window.samples
         self.phase.position += 1
+        if accumulator.window.last:
+            self.phase.windows = progress.epoch_windows = progress.windows
         if self.updated:
             progress.updates += 1
             progress.skipped_in_a_row = 0

@@ -17,7 +17,9 @@ from phaseloop.engine import rng
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.reader import Reader, Request
+from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.errors import DataError
 from phaseloop.engine.report import aligned, counted
 
 if TYPE_CHECKING:
@@ -139,6 +141,8 @@ def first_input(task: Task) -> Any:
         Whatever the dataset or the collate function raises.
     """
     data = task.train_data or next(iter(task.test_data.values()))
+    if is_stream(data.first):
+        raise DataError("a stream is read by the training alone")
     seed = rng.mix(task.seed, rng.SAMPLE_TEST)
     sources = torch.tensor([0]) if isinstance(data.first, Mix) else None
     request = Request(torch.tensor([0]), seed, None, 1, sources)

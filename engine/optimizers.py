@@ -83,7 +83,7 @@ def planned_schedules(
         for schedule in found[name]:
             if isinstance(schedule, Schedule):
                 if plan.endless:
-                    schedule.check_endless()
+                    schedule.check_endless(plan.why_endless)
                 calendar = None if plan.lengths.even else _Calendar(plan, task.every[name])
                 schedule.plan(moves, plan.epochs, calendar)
             if schedule.scale_with_batch is not None:

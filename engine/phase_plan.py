@@ -6,12 +6,11 @@ It holds no state of its own: all state is in ``Progress``.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from phaseloop.engine import durations
+from phaseloop.engine.epoch_lengths import EpochLengths
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.progress import Progress
 
@@ -22,58 +21,6 @@ class Origin(NamedTuple):
     epochs: int = 0
     updates: int = 0
     seconds: float = 0.0
-
-
-class EpochLengths:
-    """Batches in each training epoch.
-
-    Args:
-        given: the same number for all, or a mapping from an epoch to the number from there on,
-            which begins with epoch 1.
-    """
-
-    def __init__(self, given: int | Mapping[int, int]) -> None:
-        steps = {1: given} if isinstance(given, int) else dict(sorted(given.items()))
-        self._firsts, self._lengths = list(steps), list(steps.values())
-        # Windows before each of these epochs.
-        self._before = [0]
-        for (a, b), length in zip(pairwise(self._firsts), self._lengths, strict=False):
-            self._before.append(self._before[-1] + (b - a) * length)
-
-    @property
-    def steps(self) -> dict[int, int]:
-        """Epoch to batches in each from there on, until the next one that is named."""
-        return dict(zip(self._firsts, self._lengths, strict=True))
-
-    def of(self, epoch: int) -> int:
-        """Batches in one epoch."""
-        return self._lengths[max(0, bisect_right(self._firsts, epoch) - 1)]
-
-    def before(self, epoch: int) -> int:
-        """Batches in all epochs before this one."""
-        step = max(0, bisect_right(self._firsts, epoch) - 1)
-        return self._before[step] + (epoch - self._firsts[step]) * self._lengths[step]
-
-    @property
-    def even(self) -> bool:
-        """All epochs are equally long."""
-        return len(set(self._lengths)) == 1
-
-    def updates_at(self, epochs: float) -> float:
-        """Batches in so many epochs, the last of which may be a part of one."""
-        whole = int(epochs)
-        return self.before(whole + 1) + (epochs - whole) * self.of(whole + 1)
-
-    def epochs_at(self, windows: float) -> float:
-        """The reverse of :meth:`updates_at`."""
-        epochs, rest = self.split(int(windows))
-        return epochs + (rest + windows - int(windows)) / self.of(epochs + 1)
-
-    def split(self, windows: int) -> tuple[int, int]:
-        """So many batches as whole epochs, and batches of the next one."""
-        step = bisect_right(self._before, windows) - 1
-        epochs, rest = divmod(windows - self._before[step], self._lengths[step])
-        return self._firsts[step] - 1 + epochs, rest
 
 
 class PhasePlan:
@@ -88,6 +35,7 @@ class PhasePlan:
 
     Attributes:
         lengths: batches in every epoch.
+        known: it is known how long every epoch is.
         trains: there is training data.
         keeps_time: wall time has a say.
     """
@@ -95,7 +43,7 @@ class PhasePlan:
     def __init__(
         self,
         phases: Phases,
-        windows_per_epoch: int | Mapping[int, int],
+        windows_per_epoch: int | Mapping[int, int | float],
         test_sets: Sequence[str],
         origin: Origin = Origin(),  # noqa: B008 it cannot be changed
     ) -> None:
@@ -104,7 +52,8 @@ class PhasePlan:
         self.trains = self.lengths.of(1) > 0
         self.test_sets = list(test_sets)
         self.origin = origin
-        self._before = self.lengths.before(origin.epochs + 1)
+        self.known = self.lengths.known
+        self._before = self.lengths.before(origin.epochs + 1) if self.known else 0
         self._time = _seconds(phases.time)
         self._test_time = _seconds(phases.test_every_time)
         self.keeps_time = self._time is not None or self._test_time is not None
@@ -114,19 +63,28 @@ class PhasePlan:
     # --- how long it is ---
 
     def windows_in(self, epoch: int) -> int:
-        """Batches in one training epoch; fewer in a last one of which a fraction is asked for."""
+        """Batches in one training epoch; fewer in a last one of which a fraction is asked for.
+
+        Infinity for a stream that does not say.
+        """
         full = self.lengths.of(epoch)
         epochs = self.phases.epochs
-        if epochs is not None and epoch - self.origin.epochs == math.ceil(epochs):
+        if self.known and epochs is not None and epoch - self.origin.epochs == math.ceil(epochs):
             return full - math.floor((math.ceil(epochs) - epochs) * full + _ROUNDING)
         return full
 
+    def windows_of_epoch(self, progress: Progress) -> int:
+        """Batches in the epoch at hand, as far as is known by now."""
+        return progress.epoch_windows or self.windows_in(progress.epoch)
+
     @property
     def updates(self) -> int:
-        """Updates planned for the stage; 0 where that is not known, since its length is a time."""
+        """Updates planned for the stage; 0 where nobody knows: see :attr:`endless`."""
+        if self.endless:
+            return 0
         lengths = []
         epochs = self.phases.epochs
-        if epochs is not None:
+        if epochs is not None and self.known:
             last = self.origin.epochs + math.ceil(epochs)
             lengths.append(self._windows_before(last) + self.windows_in(last) if epochs else 0)
         if self.phases.updates is not None and self.trains:
@@ -135,12 +93,32 @@ class PhasePlan:
 
     @property
     def endless(self) -> bool:
-        """How many updates it makes is not known before."""
-        return self.trains and self.phases.epochs is None and self.phases.updates is None
+        """How many updates it makes is not known before.
+
+        Its length is a time, or there are epochs in it and nobody knows how long these are.
+        """
+        epochs, updates = self.phases.epochs is not None, self.phases.updates is not None
+        return self.trains and not ((updates and not epochs) or (epochs and self.known))
+
+    @property
+    def why_endless(self) -> str:
+        """Why that is, and what to do about it."""
+        if self.known:
+            return (
+                "a time as the only length does not say how many there are; give phases.epochs or "
+                "phases.updates too, or use constant"
+            )
+        return (
+            "nobody knows how many there are: a pass through this stream may be of any length; "
+            "give phases.updates as the only length beside a time, or use constant"
+        )
 
     @property
     def epochs(self) -> float:
-        """Epochs planned for the stage; a fraction where updates end in mid-epoch."""
+        """Epochs planned for the stage; a fraction where updates end in mid-epoch.
+
+        Not a number where nobody knows how long an epoch is.
+        """
         return self._epochs_of(self.updates)
 
     def epochs_after(self, updates: int) -> float:
@@ -158,6 +136,8 @@ class PhasePlan:
     def _epochs_of(self, updates: int) -> float:
         if not self.trains:
             return 0.0
+        if not self.known:
+            return math.nan
         epochs, rest = self.lengths.split(self._before + updates)
         length = self.lengths.of(epochs + 1)
         # Not epochs + rest / length: one division is right to the last bit.
@@ -201,7 +181,7 @@ class PhasePlan:
         return (
             progress.epoch > self.origin.epochs
             and not progress.ended_early
-            and progress.windows < self.windows_in(progress.epoch)
+            and progress.windows < self.windows_of_epoch(progress)
         )
 
     def below_minimum(self, progress: Progress) -> bool:
@@ -259,7 +239,7 @@ class PhasePlan:
         """The window just done has reached the next n-th part of an epoch."""
         every = self.phases.test_every_epochs
         assert every is not None
-        length = self.lengths.of(progress.epoch)
+        length = self.lengths.of(progress.epoch)  # known: see the check of the task
         done = self.epoch(progress) - 1 + progress.windows / length
         before = done - 1 / length
         return math.floor(done / every + _ROUNDING) > math.floor(before / every + _ROUNDING)

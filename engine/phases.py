@@ -79,7 +79,7 @@ class Phase:
         name: ``train``, or the name of the test set; the prefix of its metrics.
         train: gradients are made and parameters change.
         epoch: number of the epoch that it belongs to, from 1.
-        windows: batches that it is long.
+        windows: batches that it is long; infinity for a stream until its last batch is done.
         position: batches done.
         fresh: ``on_phase_start`` has still to be called.
         ending: a test phase that a hook has ended early ends at the next border.
@@ -90,7 +90,7 @@ class Phase:
     name: str
     train: bool
     epoch: int
-    windows: int
+    windows: int | float
     position: int = 0
     fresh: bool = True
     ending: bool = False

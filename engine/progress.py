@@ -21,6 +21,7 @@ class Progress:
         skipped_in_a_row: such windows since the last update that counted.
         epoch: number of the current or last train epoch, from 1; 0 before the first.
         windows: windows done in this epoch, counted or skipped: the position in the data.
+        epoch_windows: windows of this epoch, of a stream whose pass has ended; else 0.
         epoch_open: the train phase of ``epoch`` has begun and its end has not been reached.
         tests_due: names of the test sets that have to be run before training goes on.
         tested_at: ``updates`` at the last test that the cadence asked for; -1 before any.
@@ -43,6 +44,7 @@ class Progress:
     skipped_in_a_row: int = 0
     epoch: int = 0
     windows: int = 0
+    epoch_windows: int = 0
     epoch_open: bool = False
     tests_due: list[str] = field(default_factory=list)
     tested_at: int = -1

@@ -98,6 +98,11 @@ class Recorder:
         """The same for something that happens between two steps: it belongs to the next one."""
         self._later.append({"event": kind, **fields})
 
+    @property
+    def waiting(self) -> list[dict[str, Any]]:
+        """What :meth:`later` noted and no step has come for; for sinks at the run's end."""
+        return self._later
+
     def begin_step(self) -> None:
         """Forget the row and the events of the step before."""
         if self.due:

@@ -40,6 +40,7 @@ def roll_back(task: Task, reason: str, most: int) -> None:
         )
     saved = None
     if task.store is not None:
+        task.writer.settle()  # the newest may still be on its way
         saved = next(task.store.whole(), None)
     if saved is None:
         raise NonFiniteError(

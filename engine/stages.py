@@ -16,7 +16,7 @@ from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.step_facts import Step, StepFacts, resolve_step
 
 if TYPE_CHECKING:
-    from phaseloop.engine.data.loader import Loader
+    from phaseloop.engine.data.loaders import AnyLoader
     from phaseloop.engine.data.source import Data
     from phaseloop.engine.task import Task
 
@@ -108,7 +108,7 @@ class Stages:
         self.steps: list[tuple[Step, StepFacts]] = [
             own.get(stage.name, default) for stage in self.given
         ]
-        self.loaders: list[Loader | None] = []
+        self.loaders: list[AnyLoader | None] = []
         self._guard: Guard | None = None
         self._check()
 
@@ -219,7 +219,9 @@ class Stages:
         for number in range(len(self.given)):
             plan = self.plan(number, origin)
             found.append(plan)
-            origin = Origin(origin.epochs + -int(-plan.epochs // 1), origin.updates + plan.updates)
+            # Of a stream nobody knows how many epochs it takes: as if it were none.
+            epochs = -int(-plan.epochs // 1) if plan.known else 0
+            origin = Origin(origin.epochs + epochs, origin.updates + plan.updates)
         return found
 
     def _whole_plan(self, number: int, origin: Origin) -> PhasePlan:
@@ -227,7 +229,7 @@ class Stages:
         whole = self._task.whole_phases[number]
         return PhasePlan(whole, self._windows(number, whole=True), [], origin)
 
-    def _windows(self, number: int, whole: bool = False) -> Mapping[int, int]:
+    def _windows(self, number: int, whole: bool = False) -> Mapping[int, int | float]:
         loader = self.loaders[number] if self.loaders else None
         if loader is None or self._task.test_only:
             return {1: 0}

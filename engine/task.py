@@ -18,6 +18,7 @@ from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.checkpoint.weights import Weights
+from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
@@ -152,6 +153,9 @@ class Task(Stepping):
         self.resumed = False
         self.resumed_from = ""
         self.before_save: list[Callable[[Task], None]] = []
+        self.writer = Writer()
+        # What status.json says while the run goes on; given by whoever runs the task.
+        self.running_status: Callable[[], dict[str, Any]] | None = None
         self.identity: dict[str, Any] = {}
         self.origins: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}

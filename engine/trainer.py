@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import contents, resume, weights
@@ -151,6 +152,7 @@ class Trainer:
             contents.restore_random(task, state)
         # Only now: a hook that refuses its options leaves an old run's files as they were.
         self._running = True
+        task.running_status = lambda: _status(self._outcome("running"))
         self._write_status(self._outcome("running"))
         if task.folder is not None and task.primary and task.config:
             task.folder.write_config(task.config)
@@ -278,7 +280,7 @@ def _hint(error: BaseException) -> str:
     return ""
 
 
-def _status(outcome: Outcome) -> dict[str, object]:
+def _status(outcome: Outcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "reason": outcome.reason,

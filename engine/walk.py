@@ -16,9 +16,9 @@ from torch import nn
 from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.committing import Committing
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
-from phaseloop.engine.errors import DataError
+from phaseloop.engine.errors import DataError, PhaseloopError
 from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phase_plan import PhasePlan
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from phaseloop.engine.window_start import WindowStart
 
 log = logging.getLogger("phaseloop")
+
+NO_ROLL_BACK = (
+    "a roll-back goes on with the data in another order, and a stream comes in its own order only"
+)
 
 _HOPELESS = 20  # so many windows skipped in a row may still be a loss scale that settles
 
@@ -57,12 +61,14 @@ class Walk(Committing):
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
+        failed_whole: an error came while the first micro-batch of a window was fetched: nothing
+            has moved since the last step that every hook has seen to its end.
         window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
     progress: Progress
     plan: PhasePlan
-    loaders: dict[str, Loader]
+    loaders: dict[str, AnyLoader]
     meter_sets: dict[str, MeterSet]
     meters: MeterSet
     recorder: Recorder
@@ -99,6 +105,7 @@ class Walk(Committing):
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
+        self.failed_whole = False
         self.window_start: WindowStart | None = None
 
     # --- between phases ---
@@ -121,10 +128,34 @@ class Walk(Committing):
             self._enter_test(progress.tests_due[0])
         elif progress.epoch_open:
             self._enter_train()
-        else:
+        elif self._data_goes_on():
             self._begin_epoch()
             self._enter_train()
+        else:
+            return False
         return True
+
+    def _data_goes_on(self) -> bool:
+        """There is another epoch; of a stream that shows when its first window is there."""
+        loader, progress = self.loaders[TRAIN], self.progress
+        if not loader.is_stream or self.plan.epoch_is_unfinished(progress):
+            return True
+        try:
+            self.signals.waiting = True
+            goes_on = loader.has_pass(progress.epoch + 1)
+        except Interrupted:
+            loader.put_back()
+            return not self.stopping
+        finally:
+            self.signals.waiting = False
+        if not goes_on:
+            self.changed = True  # that it is used up is saved too
+            self.stop_reason = (
+                f"{loader.key} is used up after {progress.updates} updates: the stream gave "
+                f"nothing when it was gone through again"
+            )
+            log.warning("%s", self.stop_reason)
+        return goes_on
 
     def _tests_only(self) -> bool:
         """There is only testing to do, and it is still to be done."""
@@ -167,6 +198,8 @@ class Walk(Committing):
             reason: what has gone wrong.
             most: roll-backs that the run may make before it is an error.
         """
+        if self.loaders[TRAIN].is_stream:
+            raise PhaseloopError(NO_ROLL_BACK)
         self.skip_update(reason)
         self._roll_back = (reason, most)
 
@@ -188,21 +221,21 @@ class Walk(Committing):
         progress = self.progress
         if not self.plan.epoch_is_unfinished(progress):
             progress.epoch += 1
-            progress.windows = 0
+            progress.windows = progress.epoch_windows = 0
         progress.ended_early = False
         progress.epoch_open = True
         self.meter_sets[TRAIN].reset()
         self.carry = None
         self._train_batches = None
-        self._train_phase = Phase(
-            TRAIN, True, progress.epoch, self.plan.windows_in(progress.epoch), progress.windows
-        )
+        self._train_phase = self._make_train_phase()
+
+    def _make_train_phase(self, fresh: bool = True) -> Phase:
+        epoch, windows = self.progress.epoch, self.plan.windows_of_epoch(self.progress)
+        return Phase(TRAIN, True, epoch, windows, self.progress.windows, fresh)
 
     def _enter_train(self) -> None:
-        progress = self.progress
         if self._train_phase is None:  # in a new process, in the middle of an epoch
-            windows = self.plan.windows_in(progress.epoch)
-            self._train_phase = Phase(TRAIN, True, progress.epoch, windows, progress.windows, False)
+            self._train_phase = self._make_train_phase(fresh=False)
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
@@ -260,7 +293,7 @@ class Walk(Committing):
     def _check_skips(self) -> None:
         """Without this, a run whose length is in updates might go on for ever."""
         skipped = self.progress.skipped_in_a_row
-        if skipped >= max(_HOPELESS, 2 * self.plan.windows_in(self.progress.epoch)):
+        if skipped >= max(_HOPELESS, 2 * self.plan.windows_of_epoch(self.progress)):
             raise DataError(
                 f"the last {skipped} windows were all skipped, which is two epochs or more; "
                 f"the last because {self._last_skip}"
@@ -300,14 +333,14 @@ class Walk(Committing):
         return not (self.stopping or (self.train and self.progress.tests_due))
 
     def _fetch(self) -> bool:
-        if self._batches is None:
-            progress, phase = self.progress, self.phase
-            first = progress.windows if phase.train else phase.position
-            self._batches = self.loaders[phase.name].batches(
-                progress.epoch, progress.roll_backs, first
-            )
         accumulator = self.accumulator
         try:
+            if self._batches is None:
+                progress, phase = self.progress, self.phase
+                first = progress.windows if phase.train else phase.position
+                self._batches = self.loaders[phase.name].batches(
+                    progress.epoch, progress.roll_backs, first
+                )
             # Only with the window closed is there a border to stop at without this batch.
             self.signals.waiting = accumulator.closed
             window, batch = next(self._batches)
@@ -315,6 +348,9 @@ class Walk(Committing):
             self._batches = None
             self.loaders[self.phase.name].put_back()
             return False
+        except Exception:
+            self.failed_whole = accumulator.closed
+            raise
         finally:
             self.signals.waiting = False
         if accumulator.closed:
@@ -346,9 +382,9 @@ class Walk(Committing):
         Its first micro-batch is fetched, as :meth:`has_batch` does; ``window_start`` has put back
         what the attempt before has changed.
         """
-        plan = self.loaders[self.phase.name].plan_of(self.progress.epoch)
+        loader = self.loaders[self.phase.name]
         # Open from here on: waiting for the data is no border that a signal could end the run at.
-        self.accumulator.begin(plan.window(self.phase.position))
+        self.accumulator.begin(loader.window_again(self.progress.epoch, self.phase.position))
         self._fetch()
 
     def evaluating(self) -> list[nn.Module]:

@@ -2,10 +2,13 @@
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phaseloop.engine.checkpoint import contents, store
+from phaseloop.engine.checkpoint.writer import Save
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.ranking import Ranking
@@ -18,9 +21,15 @@ log = logging.getLogger("phaseloop")
 
 @register_hook("checkpoint", default=True)
 class Checkpoint(Hook):
-    """Saves after epochs, updates or minutes, after a test that brought a new best, and at the end.
+    """Saves after epochs, updates or minutes, after a test that brought a new best, at the end,
+    and where the next batch cannot be read.
 
     The newest checkpoint and the best are never removed, and only what this run wrote is.
+
+    In the background, the training stands still while its state is copied; the copy, as large as
+    the checkpoint, stays in memory for the next save. One save is in flight: the next one waits
+    for it. An error of a save ends the run at the next step, and the run is not over before
+    everything is on disk.
 
     Args:
         every_epochs: save after every n-th epoch, before and after its test; None: not by epochs.
@@ -30,9 +39,14 @@ class Checkpoint(Hook):
         keep_best: keep the n best by ``metric``; needs ``metric``.
         metric: name, such as ``test/accuracy``.
         mode: ``max`` or ``min``; None: as the metric's meter declares.
+        keep_every_epochs: keep what is saved at the end of every n-th epoch, for ever.
+        keep_every_updates: keep what is saved after every n-th update, for ever.
+        background: write while the training goes on; False: the training waits for the disk, and
+            no copy is made.
 
     Raises:
-        ConfigError: a number is out of range, or ``keep_best`` has no metric.
+        ConfigError: a number is out of range, ``keep_best`` has no metric, or nothing is saved
+            when something is to be kept.
     """
 
     order = Order.CHECKPOINT
@@ -48,12 +62,18 @@ class Checkpoint(Hook):
         keep_best: int = 0,
         metric: str | None = None,
         mode: str | None = None,
+        keep_every_epochs: int | None = None,
+        keep_every_updates: int | None = None,
+        background: bool = True,
     ) -> None:
         self.every_epochs = every_epochs
         self.every_updates = every_updates
         self.every_minutes = every_minutes
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.keep_every_epochs = keep_every_epochs
+        self.keep_every_updates = keep_every_updates
+        self.background = background
         self._check()
         if keep_best and metric is None:
             raise ConfigError("hooks.checkpoint.metric", "keep_best needs the name of a metric")
@@ -61,6 +81,7 @@ class Checkpoint(Hook):
         # Best first: [score, epoch, updates, name of the checkpoint, which may be gone].
         self.best: list[list[Any]] = []
         self.written: list[str] = []
+        self.archived: list[int] = []  # updates after which a checkpoint is kept for ever
         self._saved_at = time.monotonic()
 
     def on_start(self, task: Task) -> None:
@@ -68,6 +89,7 @@ class Checkpoint(Hook):
             self.ranking.resolve(task)
 
     def on_resume(self, task: Task) -> None:
+        self._tell(task)  # rolled back: a save may just have come to its end
         if task.store is None:
             return
         if task.resumed_here:
@@ -75,9 +97,13 @@ class Checkpoint(Hook):
             self._note(Path(task.resumed_from).name)
         there = set(task.store.names())
         self.written = [name for name in self.written if name in there]
-        self._prune(task.store)
+        for name in self._doomed():
+            task.store.remove(name)
+            self.written.remove(name)
 
     def on_step(self, task: Task) -> None:
+        if task.writer.over:
+            self._tell(task)
         if not task.updated:
             return
         every, minutes = self.every_updates, self.every_minutes
@@ -87,6 +113,8 @@ class Checkpoint(Hook):
             self._save(task)
 
     def on_phase_end(self, task: Task) -> None:
+        if task.writer.over:
+            self._tell(task)
         score = self.ranking.score(task) if self.ranking is not None else None
         ranked = self.keep_best > 0 and score is not None and self._is_among_best(score)
         if ranked:
@@ -99,18 +127,31 @@ class Checkpoint(Hook):
         # and a save that fails here is an error before anyone says that the run is finished.
         if task.changed:
             self._save(task)
+        self._tell(task)
+
+    def on_exception(self, task: Task, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            task.writer.give_up()  # at once: the checkpoints before it stand
+            return
+        self._tell(task)
+        if task.failed_whole and task.changed and task.store is not None:
+            self._save(task)
+            self._tell(task)
+            log.info("nothing is lost: all %d updates are saved", task.progress.updates)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "best": [list(entry) for entry in self.best],
             "by": self._ranked_by,
             "written": list(self.written),
+            "archived": list(self.archived),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["by"] == self._ranked_by:  # scores of another metric, or direction, are void
             self.best = [list(entry) for entry in state["best"][: self.keep_best]]
         self.written = list(state["written"])
+        self.archived = list(state.get("archived", []))
 
     @property
     def _ranked_by(self) -> list[str | None]:
@@ -118,11 +159,20 @@ class Checkpoint(Hook):
 
     def _check(self) -> None:
         least = {"every_epochs": 1, "every_updates": 1, "every_minutes": 0,
-                 "keep_last": 1, "keep_best": 0}  # fmt: skip
+                 "keep_last": 1, "keep_best": 0,
+                 "keep_every_epochs": 1, "keep_every_updates": 1}  # fmt: skip
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"hooks.checkpoint.{name}", f"{value} is less than {bound}")
+        for unit in ("epochs", "updates"):
+            keep, save = getattr(self, f"keep_every_{unit}"), getattr(self, f"every_{unit}")
+            if keep is not None and (save is None or keep % save):
+                raise ConfigError(
+                    f"hooks.checkpoint.keep_every_{unit}",
+                    f"{keep} is no multiple of hooks.checkpoint.every_{unit}, which is "
+                    f"{'null' if save is None else save}: there would be nothing to keep",
+                )
 
     def _epoch_is_due(self, task: Task) -> bool:
         every = self.every_epochs
@@ -147,23 +197,60 @@ class Checkpoint(Hook):
     def _save(self, task: Task) -> None:
         if task.store is None:
             return
+        begun = time.perf_counter()
+        self._tell(task)  # one save is in flight: what is waited for it, this one costs
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
         # Before it is written, so that it knows itself; and with what is removed afterwards, so
         # that a run killed in between still knows that it has to be.
         self._note(name)
+        if self._is_for_ever(task) and task.progress.updates not in self.archived:
+            self.archived.append(task.progress.updates)
         try:
-            saved = contents.save(task)
+            collected = contents.collect(task)
+            doomed = self._doomed()
+            save = Save(task.store, name, collected.facts, doomed, _status(task), begun=begun)
+            bring = task.writer.begin if self.background else task.writer.write
+            bring(save, collected.parts)
         except BaseException:
             self.written.remove(name)
             raise
-        self._saved_at = time.monotonic()
-        log.info("saved %s", saved.path.name, extra=ONLY_FILE)
-        self._prune(task.store)
+        if save.saved is not None or self.background:
+            contents.count(task)
+            self._saved_at = time.monotonic()
+        if not self.background:
+            self._tell(task)
 
-    def _prune(self, checkpoints: store.Store) -> None:
-        for old in self._doomed():
-            checkpoints.remove(old)
-            self.written.remove(old)
+    def _tell(self, task: Task) -> None:
+        """Wait for the save in flight and say what came of it.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        waiting_since = time.perf_counter()
+        save = task.writer.wait()
+        if save is None:
+            return
+        save.stalled += time.perf_counter() - waiting_since
+        gone = set(save.doomed)
+        if save.saved is None:
+            gone = {save.name}
+        else:
+            log.info(
+                "saved %s (%.1f MB; the training stood still for %.3f s, on disk after %.3f s)",
+                save.name, save.bytes / 1e6, save.stalled, save.seconds, extra=ONLY_FILE,
+            )  # fmt: skip
+            task.recorder.later(
+                "save", update=store.position(save.name)[0], checkpoint=save.name,
+                bytes=save.bytes, stall=round(save.stalled, 4), seconds=round(save.seconds, 4),
+            )  # fmt: skip
+        self.written = [name for name in self.written if name not in gone]
+        save.check()
+
+    def _is_for_ever(self, task: Task) -> bool:
+        progress = task.progress
+        epochs, updates = self.keep_every_epochs, self.keep_every_updates
+        by_epochs = epochs is not None and not progress.epoch_open and progress.epoch % epochs == 0
+        return by_epochs or (updates is not None and progress.updates % updates == 0)
 
     def _note(self, name: str) -> None:
         if name not in self.written:
@@ -175,4 +262,12 @@ class Checkpoint(Hook):
         last_of_update = {store.position(name)[0]: name for name in in_order}
         kept = set(list(last_of_update.values())[-self.keep_last :])
         kept.update(entry[3] for entry in self.best)
+        kept.update(last_of_update[n] for n in self.archived if n in last_of_update)
         return [name for name in self.written if name not in kept]
+
+
+def _status(task: Task) -> Callable[[], None] | None:
+    """Renews ``status.json``, so that after a kill it says where the run stood."""
+    if task.folder is None or task.running_status is None or not task.primary:
+        return None
+    return partial(task.folder.write_status, task.running_status())

@@ -111,7 +111,7 @@ def _metrics(phase: str, metrics: Mapping[str, float]) -> Iterable[str]:
 
 
 def _header(task: Task) -> Rows:
-    sizes = [f"{name} {counted(loader.samples, 'sample')}" for name, loader in task.loaders.items()]
+    sizes = [f"{name} {plan_report.samples(loader)}" for name, loader in task.loaders.items()]
     rows = [
         ("model", _model(task)),
         ("data", ", ".join(sizes)),

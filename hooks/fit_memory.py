@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from phaseloop.engine.assembly import training_data
-from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
@@ -156,7 +156,7 @@ class FitMemory(Hook):
         self.sizes[loader.key] = size
         task.fetch_again()
 
-    def _tell(self, task: Task, loader: Loader, before: int, size: int) -> None:
+    def _tell(self, task: Task, loader: AnyLoader, before: int, size: int) -> None:
         log.warning(
             "%s: now %d; set %s.micro_batch_size=%d%s to start so",
             _where(task, before),
@@ -181,7 +181,7 @@ def _takes_statistics(module: nn.Module, resting: set[int]) -> bool:
     return module.running_mean is None or (module.training and id(module) not in resting)
 
 
-def _loaders(task: Task) -> list[Loader]:
+def _loaders(task: Task) -> list[AnyLoader]:
     """Of every set, those of other stages too."""
     trained = [loader for loader in task.stages.loaders if loader is not None]
     return list({id(x): x for x in [*task.loaders.values(), *trained]}.values())

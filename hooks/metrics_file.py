@@ -14,7 +14,7 @@ from phaseloop.engine.task import Task
 
 @register_hook("metrics_file", default=True)
 class MetricsFile(Hook):
-    """One line per log point, one per phase end, one per event such as a skipped update.
+    """One line per log point, one per phase end, one per event such as a skipped update or a save.
 
     A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
     update is in it once, whatever happened in between. NaN and infinities are written as strings.
@@ -50,23 +50,24 @@ class MetricsFile(Hook):
 
     def on_step(self, task: Task) -> None:
         if task.recorder.events:
-            self._write_events(task)
+            self._write_events(task, task.recorder.events)
         if task.recorder.due and task.train:
             self._write(self._position(task) | task.recorder.row())
 
     def on_phase_end(self, task: Task) -> None:
-        self._write_events(task)
+        self._write_events(task, task.recorder.events)
         metrics = task.phase.metrics
         if metrics:
             self._write(self._position(task) | {"time": round(time.time(), 3)} | metrics)
 
     def on_end(self, task: Task, outcome: Any) -> None:
         if self._open is not None:
+            self._write_events(task, task.recorder.waiting)
             self._open.close()
             self._open = None
 
-    def _write_events(self, task: Task) -> None:
-        for event in task.recorder.events:
+    def _write_events(self, task: Task, events: list[dict[str, Any]]) -> None:
+        for event in events:
             self._write({"phase": task.phase.name, **event})
 
     @staticmethod

@@ -12,6 +12,7 @@ from phaseloop.engine.errors import ConfigError, NonFiniteError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
+from phaseloop.engine.walk import NO_ROLL_BACK
 
 _POLICIES = ("stop", "skip", "roll_back")
 _KEPT = 1024  # so many values are kept with their samples, however far away the log point is
@@ -65,6 +66,8 @@ class NonFinite(Hook):
         self._losses: list[Tensor] = []
 
     def on_start(self, task: Task) -> None:
+        if self.policy == "roll_back" and any(x and x.is_stream for x in task.stages.loaders):
+            raise ConfigError(f"hooks.{self.name}.policy", NO_ROLL_BACK)
         self._watched, self._window = _Watched(), None
         # A checkpoint of weights that are not finite could only be resumed to fail again.
         task.before_save.append(self._judge)

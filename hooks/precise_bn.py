@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.loader import Loader
+from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
@@ -108,7 +108,7 @@ class PreciseBN(Hook):
             for settings in before:
                 settings.put_back()
 
-    def _inputs(self, task: Task, loader: Loader) -> Iterator[Any]:
+    def _inputs(self, task: Task, loader: AnyLoader) -> Iterator[Any]:
         """Inputs of training data, epoch after epoch."""
         epoch = max(1, task.progress.epoch)
         while True:

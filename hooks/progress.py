@@ -153,6 +153,9 @@ def _samples(task: Task, number: int) -> float:
     if loader is None or number < here:
         return 0.0
     plan = task.stages.plans()[number] if number > here else task.plan
+    if loader.samples is None or not plan.known:
+        made = plan.updates_done(task.progress) if number == here else 0
+        return float((plan.updates - made) * loader.plan.batch_size)
     done = plan.epochs_after(task.progress.updates) if number == here else 0.0
     return (plan.epochs - done) * loader.samples
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @register_hook("tensorboard", default=True)
 class TensorBoard(Hook):
     """Log points under ``train/loss``, ``lr`` and so on; metrics under ``test/accuracy`` and
-    ``epoch/train/loss``; all over the number of updates.
+    ``epoch/train/loss``; what a save cost under ``save/bytes``, ``save/stall`` and
+    ``save/seconds``; all over the number of updates.
 
     A resume tells TensorBoard to drop what the interrupted run wrote after the checkpoint; old
     event files stay as they are. Rows of the checkpoint's own update come in several writes (log
@@ -65,10 +66,13 @@ class TensorBoard(Hook):
             self._write(self._scalars)
 
     def on_step(self, task: Task) -> None:
+        if task.recorder.events:
+            self._write_saves(task.recorder.events)
         if task.recorder.due and task.train and self._writer is not None:
             self._add(task, {_tag(k): v for k, v in task.recorder.row().items() if k != "time"})
 
     def on_phase_end(self, task: Task) -> None:
+        self._write_saves(task.recorder.events)
         prefix = "epoch/" if task.train else ""  # train/loss is the curve of the log points
         self._add(task, {f"{prefix}{name}": v for name, v in task.phase.metrics.items()})
         if self._writer is not None:
@@ -76,8 +80,16 @@ class TensorBoard(Hook):
 
     def on_end(self, task: Task, outcome: Outcome) -> None:
         if self._writer is not None:
+            self._write_saves(task.recorder.waiting)
             self._writer.close()
             self._writer = None
+
+    def _write_saves(self, events: list[dict[str, Any]]) -> None:
+        """What saves cost. It is about this machine, and so in no checkpoint."""
+        for event in events:
+            if event["event"] == "save" and self._writer is not None:
+                for name in ("bytes", "stall", "seconds"):
+                    self._writer.add_scalar(f"save/{name}", event[name], event["update"])
 
     def _add(self, task: Task, scalars: Mapping[str, float]) -> None:
         if self._writer is None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from phaseloop.engine import plan_report
 from phaseloop.engine.config.build import Built
+from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.events import EVENTS, Dispatcher
 from phaseloop.engine.model_summary import summarize_task
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN
-from phaseloop.engine.report import by_epoch, counted
+from phaseloop.engine.report import by_epoch
 from phaseloop.engine.task import Task
 
 _POINTS = 400  # more than a picture has pixels to show
@@ -34,19 +35,22 @@ def _phase_lines(task: Task) -> Iterator[str]:
         yield from _stage_lines(task)
     elif TRAIN in task.loaders:
         loader = task.loaders[TRAIN]
-        lengths = by_epoch({first: cut.windows for first, cut in loader.plans.items()})
-        yield f"training    {plan.epochs:g} epochs of {lengths} updates: {plan.updates} updates"
+        if plan.known:
+            lengths = by_epoch({first: int(cut.windows) for first, cut in loader.plans.items()})
+            yield f"training    {plan.epochs:g} epochs of {lengths} updates: {plan.updates} updates"
+        else:
+            yield f"training    {plan_report.length(plan)}"
         for first, cut in loader.plans.items():
             pieces = len(cut.window(0).pieces)
             since = f"from epoch {first}: " if len(loader.plans) > 1 else ""
+            last = cut.window(int(cut.windows) - 1).samples if plan.known else "as it comes"
             yield (
                 f"batch       {since}{cut.batch_size} samples, in {pieces} micro-batch"
                 f"{'es' if pieces > 1 else ''}; the last of an epoch "
-                f"{cut.window(cut.windows - 1).samples}"
+                f"{last}"
             )
     for name, loader in task.loaders.items():
-        batches = f"{loader.windows:,} batch{'' if loader.windows == 1 else 'es'}"
-        yield f"data        {name}: {counted(loader.samples, 'sample')} in {batches}"
+        yield f"data        {name}: {_size(loader)}"
     if plan.test_sets and not task.stages.several:
         cadence = plan_report.cadence(plan).removeprefix("test ")
         yield f"testing     {f'{cadence}, and after the last update' if cadence else 'never'}"
@@ -54,6 +58,13 @@ def _phase_lines(task: Task) -> Iterator[str]:
         yield f"model       {', '.join(options)}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
+
+
+def _size(loader: AnyLoader) -> str:
+    if not isinstance(loader.windows, int):
+        return plan_report.samples(loader)
+    batches = f"{loader.windows:,} batch{'' if loader.windows == 1 else 'es'}"
+    return f"{plan_report.samples(loader)} in {batches}"
 
 
 def _stage_lines(task: Task) -> Iterator[str]:
@@ -66,7 +77,7 @@ def _stage_lines(task: Task) -> Iterator[str]:
     ):
         if loader is not None and stage.train is not None and number:
             name = task.stages.label(number)
-            yield f"data        {name}: {loader.samples} samples in {loader.windows} batches"
+            yield f"data        {name}: {_size(loader)}"
 
 
 def _hook_lines(built: Built) -> Iterator[str]:
@@ -107,7 +118,8 @@ def _schedule_lines(task: Task) -> Iterator[str]:
     for number, plan in enumerate(plans):
         if plan.trains and not plan.updates:
             name = task.stages.label(number)
-            yield f"schedules   not drawn for {name}, whose length is a time"
+            why = "whose length is a time" if plan.known else "whose passes may be of any length"
+            yield f"schedules   not drawn for {name}, {why}"
     yield f"schedules   {_draw(_follow(task, plans), task)}"
 
 
@@ -149,7 +161,9 @@ def _follow(task: Task, plans: list[PhasePlan]) -> _Curves:
         points = max(1, round(_POINTS * plan.updates / total))
         for k in sorted({round(i * (plan.updates - 1) / points) for i in range(points + 1)}):
             for name, rates in task.rates.items():
-                rates.set(k // task.every[name], int(plan.epochs_at(k)))
+                # Where nobody knows when epochs begin, nothing is scheduled by them.
+                epochs = int(plan.epochs_at(k)) if plan.known else 0
+                rates.set(k // task.every[name], epochs)
             curves.look(task, plan.origin.updates + k + 1)
     return curves
 

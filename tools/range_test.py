@@ -145,6 +145,16 @@ def _copy(task: Task) -> Task:
     """A copy that shares the data sets."""
     if task.optimizers or task.loaders:
         raise PhaseloopError("this task was trained already; make another one, or a function of it")
+    from phaseloop.engine.assembly import training_data
+    from phaseloop.engine.data.stream_reader import is_stream
+
+    for key, data in training_data(task).items():
+        if is_stream(data.first):
+            raise ConfigError(
+                f"{key}.dataset",
+                "a stream can be read by one only, and the range test would read the task's: give "
+                "a function that makes the task",
+            )
     sets = [data for data in (task.train_data, *task.test_data.values()) if data is not None]
     shared = [thing for data in sets for thing in (data.dataset, data.collate)]
     try:

@@ -41,7 +41,7 @@ class TruncatedBackpropagation:
     def check(self, task: Task) -> None:
         """Raises ConfigError where batches cannot go on with each other's sequences."""
         sets = [task.stages.data(stage) for stage in task.stages.given]
-        if self.stateful and any(data is not None and data.shuffle for data in sets):
+        if self.stateful and any(data is not None and data.shuffled for data in sets):
             raise ConfigError(
                 "train_step.stateful",
                 "a batch goes on where the one before it ended, and shuffled ones do not: set "

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from phaseloop.engine import environment, rng
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint.loader_state import loader_state, restore_loaders
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
+from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
 
@@ -33,14 +35,42 @@ _LEAVES = (
 )  # fmt: skip
 
 
+class Collected(NamedTuple):
+    """A checkpoint that is still to be written.
+
+    Attributes:
+        name: of its folder.
+        parts: file name to content: the state itself, which the next step changes.
+        facts: what its manifest says beside sizes and checksums.
+    """
+
+    name: str
+    parts: dict[str, Any]
+    facts: dict[str, Any]
+
+
 def save(task: Task) -> store.Saved:
-    """Write a checkpoint of the task as it stands.
+    """Write a checkpoint of the task as it stands; when this returns it is on disk.
+
+    Raises:
+        PhaseloopError, NonFiniteError, CheckpointError: see :func:`collect`.
+        CheckpointError: it could not be written; the checkpoints before it are untouched.
+    """
+    task.writer.settle()
+    name, parts, facts = collect(task)
+    assert task.store is not None
+    saved = task.store.write(name, compact(parts), facts)
+    count(task)
+    return saved
+
+
+def collect(task: Task) -> Collected:
+    """What a checkpoint of the task as it stands is made of; nothing is copied.
 
     Raises:
         PhaseloopError: the task has no run folder, or a window is open.
         NonFiniteError: the state is not finite, and hook ``non_finite`` is on.
-        CheckpointError: it could not be written, or holds something that could not be loaded
-            again; the checkpoints before it are untouched.
+        CheckpointError: it holds something that could not be loaded again.
     """
     if task.store is None:
         raise PhaseloopError("a task without run.dir cannot be saved")
@@ -58,10 +88,13 @@ def save(task: Task) -> store.Saved:
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
     for part in parts.values():
         check_plain(part)
-    saved = task.store.write(store.folder_name(progress.updates, number), parts, _facts(task))
-    progress.saves = number
+    return Collected(store.folder_name(progress.updates, number), parts, _facts(task))
+
+
+def count(task: Task) -> None:
+    """A checkpoint of the state as it stands is written, or its copy is on its way."""
+    task.progress.saves += 1
     task.changed = False
-    return saved
 
 
 def check_plain(value: Any, path: str = "") -> None:
@@ -101,6 +134,7 @@ def small_state(task: Task) -> dict[str, Any]:
         "best": dict(task.best),
         "steps": [state_of(step) for step, _ in task.stages.steps],
         "carry": task.carry,
+        "loader": loader_state(task),
         # At a test's end too: the training goes on from where the test began.
         "rng": task.random_before_test
         or task.backend.all_gather_object(
@@ -136,6 +170,7 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
     task.carry = to_device(state["carry"], task.device)
+    restore_loaders(task, state["loader"])
     task.changed = False
     return state
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.facts import fact_of, name_of
 from phaseloop.engine.settings import LossScale
 
@@ -74,9 +75,9 @@ def _schedules(task: Task, given: Any) -> dict[str, Any]:
 
 def _data(data: Data) -> dict[str, Any]:
     return {
-        "samples": len(data.first),
+        "samples": data.stream_length() if is_stream(data.first) else len(data.first),
         "batch_size": data.batch_size if isinstance(data.batch_size, int) else data.sizes,
-        "shuffle": data.shuffle,
+        "shuffle": data.shuffled,
         "drop_last": data.drop_last,
         **_draws(data),
     }

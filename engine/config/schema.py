@@ -57,7 +57,7 @@ class TrainSet:
     epoch_samples: int | None = None
     sampler: Component | None = None
     limit: int | float | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     drop_last: bool = False
     micro_batch_size: int | None = None
     accumulate: int | None = None
@@ -250,7 +250,7 @@ def _check_train(data: TrainSet, key: str) -> None:
     if data.mix is None:
         if data.epoch_samples is not None:
             raise ConfigError(f"{key}.epoch_samples", "it is the length of an epoch of a mix")
-        if data.sampler is not None and not data.shuffle:
+        if data.sampler is not None and data.shuffle is False:
             raise ConfigError(f"{key}.shuffle", f"{key}.sampler says which order it is")
         return
     if data.epoch_samples is not None and data.epoch_samples < 1:

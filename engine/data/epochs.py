@@ -95,7 +95,7 @@ class Epochs:
         """The order of one epoch, of the dataset at hand."""
         if isinstance(self.dataset, Mix):
             return self.dataset.order(
-                shuffle=self._data.shuffle, seed=self._seed, epoch=epoch, roll_backs=roll_backs
+                shuffle=self._data.shuffled, seed=self._seed, epoch=epoch, roll_backs=roll_backs
             )
         order: Order
         if self._orders is not None:
@@ -105,7 +105,7 @@ class Epochs:
         else:
             order = epoch_order(
                 self.samples,
-                shuffle=self._data.shuffle,
+                shuffle=self._data.shuffled,
                 seed=self._seed,
                 epoch=epoch,
                 roll_backs=roll_backs,

@@ -52,6 +52,8 @@ class Loader:
         key: where the set stands in the configuration.
     """
 
+    is_stream = False
+
     def __init__(
         self,
         data: Data,
@@ -74,7 +76,7 @@ class Loader:
         self._source = source
         self._seed = seed
         self._device = device
-        self._pinned = _pins(data, device)
+        self._pinned = data.pins(device)
         self._repeat = repeat
         self._epochs = Epochs(data, train=train, source=source, seed=seed, key=key)
         self.samples = self._epochs.samples
@@ -106,7 +108,7 @@ class Loader:
     @property
     def windows(self) -> int:
         """Batches in the first epoch."""
-        return self.plan.windows
+        return int(self.plan.windows)
 
     @property
     def plans(self) -> dict[int, BatchPlan]:
@@ -122,6 +124,14 @@ class Loader:
         self._plans = {
             first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
         }
+
+    def window_again(self, epoch: int, index: int) -> Window:
+        """A window, cut as :meth:`batches` cuts it from now on."""
+        return self.plan_of(epoch).window(index)
+
+    def has_pass(self, epoch: int) -> bool:
+        """There is an epoch of this number; of a stream there may be none."""
+        return True
 
     def batches(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
@@ -154,6 +164,13 @@ class Loader:
         other._requests = _Requests()
         other._workers, other._processes, other._aside = None, [], None
         return other
+
+    def state_dict(self, epoch: int, windows: int) -> dict[str, Any]:
+        """Nothing: the position is a number, and is in the run's progress."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do: see :meth:`state_dict`."""
 
     def put_back(self) -> None:
         """Give this process its generators back, if they are still set for reading.
@@ -229,7 +246,7 @@ class Loader:
     ) -> Iterator[tuple[Window, Request]]:
         order, plan = self._epochs.order(epoch, roll_backs), self.plan_of(epoch)
         seeds = self._sample_seeds(epoch, roll_backs)
-        for index in range(first, plan.windows):
+        for index in range(first, int(plan.windows)):
             window = plan.window(index)
             for piece in window.pieces:
                 indices = order.slice(piece.start, piece.stop)
@@ -297,12 +314,6 @@ class _Requests(Sampler[Request]):
             self._asked.append((window, request))
             yield request
         self.exhausted = True
-
-
-def _pins(data: Data, device: torch.device) -> bool:
-    """Pinning in this process would cost a copy in the hot path, so only workers' data is."""
-    wanted = device.type == "cuda" if data.pin_memory is None else data.pin_memory
-    return wanted and data.workers > 0
 
 
 def _as_it_is(data: Any) -> Any:

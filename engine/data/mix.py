@@ -18,6 +18,7 @@ from torch import Tensor
 from phaseloop.engine import rng
 from phaseloop.engine.data.options import Limit, check_limit, check_weight, limited
 from phaseloop.engine.data.order import Blocks, Passes, chosen
+from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, DataError
 
 _BLOCK = 1 << 14
@@ -162,6 +163,12 @@ def _check(sources: Mapping[str, Source], epoch_samples: int | None, key: str) -
         )
     for name, source in sources.items():
         check_weight(source.weight, f"{key}.{name}.weight")
+        if is_stream(source.dataset):
+            raise ConfigError(
+                f"{key}.{name}.dataset",
+                f"{type(source.dataset).__name__} is a stream, and the sources of a mix are drawn "
+                f"by index: mix streams in a stream of your own",
+            )
         if not hasattr(source.dataset, "__len__"):
             kind = type(source.dataset).__name__
             raise ConfigError(f"{key}.{name}.dataset", f"{kind} has no length")

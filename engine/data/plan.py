@@ -7,6 +7,7 @@ contributes is weighted by its number of samples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -31,11 +32,13 @@ class Window:
     Attributes:
         samples: of the batch, over all processes.
         share: how many of them are this process's.
+        last: of a stream, nothing comes after it in the pass; otherwise the plan says so.
     """
 
     pieces: tuple[Piece, ...]
     samples: int
     share: int
+    last: bool = False
 
 
 def cut(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
@@ -50,7 +53,7 @@ class BatchPlan:
     """How an epoch is cut into windows.
 
     Args:
-        samples: samples in the epoch.
+        samples: samples in the epoch; None: of a stream that does not say.
         batch_size: samples per update, over all processes.
         micro_batch_size: samples that go through the model at once on one process; None: the
             whole share.
@@ -62,9 +65,11 @@ class BatchPlan:
             weight 0, so that all make the same number of passes; otherwise it gets nothing.
         at_most: leave out all batches but the first so many.
         largest: more samples than this never go through the model at once, whatever the two say.
+        readers: of a stream, workers that each make batches of their share of the samples, which
+            differ by one at most.
     """
 
-    samples: int
+    samples: int | None
     batch_size: int
     micro_batch_size: int | None = None
     accumulate: int | None = None
@@ -74,18 +79,27 @@ class BatchPlan:
     stand_ins: bool = True
     at_most: int | None = None
     largest: int | None = None
+    readers: int = 1
 
     @property
-    def windows(self) -> int:
-        """Number of batches in the epoch."""
-        full, rest = divmod(self.samples, self.batch_size)
-        windows = full + (rest > 0 and not self.drop_last)
+    def windows(self) -> int | float:
+        """Number of batches in the epoch; infinity where nobody knows."""
+        windows: int | float = 0
+        if self.samples is None:
+            windows = math.inf
+        else:
+            for reader in range(self.readers):
+                first, last = cut(0, self.samples, self.readers, reader)
+                full, rest = divmod(last - first, self.batch_size)
+                windows += full + (rest > 0 and not self.drop_last)
         return windows if self.at_most is None else min(windows, self.at_most)
 
     def window(self, index: int) -> Window:
         """The micro-batches of this process in batch ``index``, counted from 0."""
         start = index * self.batch_size
-        stop = min(start + self.batch_size, self.samples)
+        stop = start + self.batch_size
+        if self.samples is not None:
+            stop = min(stop, self.samples)
         largest = -(-(stop - start) // self.world_size)
         count = self._pieces(largest)
         whole = (start, stop)
@@ -98,6 +112,12 @@ class BatchPlan:
             elif self.stand_ins:
                 pieces.append(Piece(start, start + 1, 0))
         return Window(tuple(pieces), stop - start, share[1] - share[0])
+
+    def window_of(self, start: int, size: int, last: bool) -> Window:
+        """The micro-batches of a batch that one process has read, from position ``start`` on."""
+        count = self._pieces(size)
+        cuts = [cut(start, start + size, count, i) for i in range(count)]
+        return Window(tuple(Piece(a, b, b - a) for a, b in cuts), size, size, last)
 
     def _pieces(self, share: int) -> int:
         """Into how many micro-batches the largest share is cut."""

@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from phaseloop.engine import rng
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.options import Limit, batch_sizes, check_limit, check_options, limited
 from phaseloop.engine.data.samplers import Sampler
+from phaseloop.engine.data.stream_options import check_stream
+from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, DataError
 
 
@@ -20,16 +24,17 @@ class Data:
 
     Args:
         dataset: anything with ``len`` and one of ``fetch``, ``__getitems__``, ``__getitem__``; a
-            :class:`~phaseloop.engine.data.mix.Mix` of several; or, with ``rebuild_every``, a
-            function that makes one.
+            stream, which is an ``IterableDataset``; a :class:`~phaseloop.engine.data.mix.Mix` of
+            several; or, with ``rebuild_every``, a function that makes a dataset.
         batch_size: samples per update, over all processes. For training data also a mapping from
             an epoch to the size from that epoch on, which begins with 1: ``{1: 32, 5: 64}``.
         micro_batch_size: how many go through the model at once on one process; None: all.
         accumulate: the same as a count of micro-batches per update; give one of the two.
-        shuffle: a new order each epoch; training data only.
+        shuffle: a new order each epoch; training data only. None: yes, but not of a stream,
+            which comes in its own order.
         drop_last: leave out a last batch smaller than ``batch_size``; training data only.
         workers: processes that read ahead; 0: read in this process.
-        prefetch: micro-batches that each worker reads ahead.
+        prefetch: micro-batches that each worker reads ahead; of a stream, batches.
         pin_memory: copy through page-locked memory; None: where the device is a GPU.
         collate: list of samples to a batch; None: torch's ``default_collate``.
         limit: only part of the samples: a number (int) or a fraction (float), chosen by the seed,
@@ -48,7 +53,7 @@ class Data:
     batch_size: int | Mapping[int, int]
     micro_batch_size: int | None = None
     accumulate: int | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     drop_last: bool = False
     workers: int = 0
     prefetch: int = 2
@@ -66,6 +71,25 @@ class Data:
     def sizes(self) -> dict[int, int]:
         """Epoch to batch size from there on, the first epoch first."""
         return batch_sizes(self.batch_size)
+
+    @property
+    def shuffled(self) -> bool:
+        """Every epoch has another order."""
+        return not is_stream(self.first) if self.shuffle is None else self.shuffle
+
+    def stream_length(self) -> int | None:
+        """Samples in a pass through the stream, as far as it or ``limit`` says; None: unknown."""
+        if not hasattr(self.first, "__len__"):
+            return None
+        return limited(len(self.first), self.limit)
+
+    def pins(self, device: torch.device) -> bool:
+        """Batches for this device are copied to page-locked memory.
+
+        Pinning in this process would cost a copy in the hot path, so only workers' data is.
+        """
+        wanted = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        return wanted and self.workers > 0
 
     def open(self, seed: int, key: str) -> None:
         """Make ``first``: the dataset itself, or what its function makes.
@@ -109,8 +133,14 @@ class Data:
                 f"{key}.collate",
                 f"{type(self.first).__name__}.fetch makes whole batches: nothing is collated",
             )
+        if is_stream(self.first):
+            check_stream(self, key, train)
+            return
         if not hasattr(self.first, "__len__"):
-            raise ConfigError(f"{key}.dataset", f"{type(self.first).__name__} has no length")
+            raise ConfigError(
+                f"{key}.dataset",
+                f"{type(self.first).__name__} has no length, and is no IterableDataset of torch's",
+            )
         samples = len(self.first)
         if samples == 0:
             raise DataError(f"{key}: the dataset is empty: it has 0 samples")
@@ -137,7 +167,7 @@ class Data:
             raise ConfigError(f"{key}.limit", f"give each source its own: {key}.mix.NAME.limit")
         if mixed and self.sampler is not None:
             raise ConfigError(f"{key}.sampler", "samples of a mix are drawn by its weights")
-        if self.sampler is not None and not self.shuffle:
+        if self.sampler is not None and self.shuffle is False:
             raise ConfigError(f"{key}.shuffle", f"{key}.sampler says which order it is")
         if not isinstance(self.sampler, Sampler | None):
             raise ConfigError(

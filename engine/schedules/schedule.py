@@ -7,6 +7,7 @@ lost. The curves are fvcore's ``ParamScheduler``s (fvcore/common/param_scheduler
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from phaseloop.engine.schedules import curves
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
 from phaseloop.engine.schedules.curves import Build
 from phaseloop.engine.schedules.joined import BELOW_ONE, Joined
-from phaseloop.engine.schedules.stretch import Calendar, Stretch
+from phaseloop.engine.schedules.stretch import UNKNOWN_EPOCHS, Calendar, Stretch
 
 
 @dataclass
@@ -111,12 +112,15 @@ class Schedule:
         """Spread the schedule over this many updates and epochs.
 
         Args:
+            epochs: not a number where nobody knows how long one is.
             calendar: where epochs begin, when they are not all equally long.
 
         Raises:
             ConfigError: its warm-up or its parts do not fit into them, or
                 ``scale_with_batch`` has no base value to scale.
         """
+        if self.interval == "epoch" and math.isnan(epochs) and updates:
+            raise ConfigError(f"{self.key}.interval", UNKNOWN_EPOCHS)
         self._updates, self._epochs = updates, epochs
         self._calendar = calendar if self.interval == "update" else None
         self._curves = {}
@@ -130,14 +134,14 @@ class Schedule:
                         "the curve gives the values themselves (start): no base value is scaled",
                     )
 
-    def check_endless(self) -> None:
-        """Raises ConfigError where the curve has to be spread over a length, and there is none."""
+    def check_endless(self, why: str) -> None:
+        """Raises ConfigError where the curve has to be spread over a length, and there is none.
+
+        Args:
+            why: there is none.
+        """
         if self._warmup is not None or not getattr(self._build, "endless", False):
-            raise ConfigError(
-                self.key,
-                "it is spread over the planned updates, and a time as the only length does not say "
-                "how many there are; give phases.epochs or phases.updates too, or use constant",
-            )
+            raise ConfigError(self.key, f"it is spread over the planned updates, and {why}")
 
     def value(self, base: float, updates_done: int, epochs_done: int) -> float:
         """The value for the next update.

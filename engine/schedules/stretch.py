@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +12,11 @@ from phaseloop.engine.errors import ConfigError
 
 Unit = Literal["fraction", "updates", "epochs"]
 UNITS = ("fraction", "updates", "epochs")
+
+UNKNOWN_EPOCHS = (
+    "it counts in epochs, and how long a pass through this stream is shows at its end; count in "
+    "updates or fractions, or let the stream have a length"
+)
 
 
 class Calendar(Protocol):
@@ -28,7 +34,7 @@ class Stretch:
     """The part of a training that a curve is for: all of it, what follows a warm-up, or a part.
 
     Args:
-        updates, epochs: how long it is.
+        updates, epochs: how long it is; epochs that are not a number: nobody knows.
         updates_before, epochs_before: how much of the training lies before it.
         calendar: for epochs of different lengths; None: all are equally long.
     """
@@ -47,6 +53,8 @@ class Stretch:
         """
         if unit == "fraction":
             return position
+        if unit == "epochs" and math.isnan(self.epochs):
+            raise ConfigError("schedule", UNKNOWN_EPOCHS)
         if unit == "epochs" and self.calendar is None:
             return (position - self.epochs_before) / self.epochs
         if unit == "epochs" and self.calendar is not None:

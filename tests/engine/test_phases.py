@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloop import ConfigError, Phases, Progress
-from phaseloop.engine.phase_plan import EpochLengths, PhasePlan
+from phaseloop.engine.epoch_lengths import EpochLengths
+from phaseloop.engine.phase_plan import PhasePlan
 
 
 def walked(phases: Phases, windows: int, sets: int = 1, skip: set[int] = frozenset()) -> list[str]:  # type: ignore[assignment]

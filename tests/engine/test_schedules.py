@@ -15,7 +15,7 @@ from torch import nn
 
 from phaseloop import ConfigError, Schedule, Warmup
 from phaseloop.engine import registry
-from phaseloop.engine.phase_plan import EpochLengths
+from phaseloop.engine.epoch_lengths import EpochLengths
 from phaseloop.engine.schedules import (
     Joined,
     Rates,

@@ -37,12 +37,13 @@ def train(folder, save=None, at=None, **options):
 
 
 def scalars(folder):
-    """Tag to (update, value), as TensorBoard reads the folder."""
+    """Tag to (update, value), as TensorBoard reads the folder; without what saves cost."""
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     return {
         tag: [(event.step, event.value) for event in found.Scalars(tag)]
         for tag in found.Tags()["scalars"]
+        if not tag.startswith("save/")
     }
 
 

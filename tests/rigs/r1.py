@@ -334,6 +334,8 @@ class At(Hook):
         phase: name of the phase.
         order: where it stands; by default after the checkpoint.
         position: batches of the phase that are done; None: whatever.
+        in_flight: also while a checkpoint is being written; else that is waited for first, so
+            that one knows which is the newest.
     """
 
     saves = True  # only so may it stand behind the checkpoint hook
@@ -347,6 +349,7 @@ class At(Hook):
         phase: str = "train",
         order: int = Order.CHECKPOINT,
         position: int | None = None,
+        in_flight: bool = False,
     ) -> None:
         self.event = event
         self.updates = updates
@@ -354,6 +357,7 @@ class At(Hook):
         self.phase = phase
         self.order = order  # type: ignore[misc]
         self.position = position
+        self.in_flight = in_flight
         self.done = False
 
     def at(self, event: str, task: Task) -> None:
@@ -362,6 +366,8 @@ class At(Hook):
         if task.phase.name != self.phase or self.position not in (None, task.phase.position):
             return
         self.done = True
+        if not self.in_flight:
+            task.writer.settle()
         if self.action == "stop":
             task.request_stop("the test asked for it")
         elif self.action == "raise":

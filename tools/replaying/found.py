@@ -170,7 +170,7 @@ class Replay:
     logged: int = 0
     differs: str = ""
     same_when_watched: bool | None = None
-    batch: tuple[int, int] = (0, 0)
+    batch: tuple[int, int | None] = (0, 0)
     micro_batches: list[list[Sample]] = field(default_factory=list)
     line: Line | None = None
     gradients: dict[str, float] = field(default_factory=dict)

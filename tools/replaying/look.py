@@ -46,7 +46,7 @@ class Looker(Follower):
         self.watch: Watch | None = None
         self.task: Task | None = None
         self.skips: list[str] = []
-        self.batch = (0, 0)
+        self.batch: tuple[int, int | None] = (0, 0)
         self.skipped: Line | None = None
         self.gradients: dict[str, float] = {}
         self.parameters: dict[str, tuple[float, float]] = {}
@@ -113,7 +113,8 @@ class Looker(Follower):
         if self._found:
             self.skips += reasons
             return
-        self.batch = (task.phase.position, task.phase.windows)
+        windows = task.phase.windows  # of a stream infinity, unless this was the last
+        self.batch = (task.phase.position, windows if isinstance(windows, int) else None)
         self._attached.close()
         for name, parameter in task.bare_model.named_parameters():
             self.parameters[name] = self.parameters[name][0], _norm(parameter)

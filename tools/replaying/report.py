@@ -53,7 +53,8 @@ def _lines(found: Replay) -> Iterable[tuple[str, str]]:
 def _update(found: Replay) -> Iterable[tuple[str, str]]:
     line = found.line
     epoch = f"epoch {line.epoch}, " if line else ""
-    yield "update", f"{found.update} ({epoch}batch {found.batch[0]} of {found.batch[1]})"
+    of = "" if found.batch[1] is None else f" of {found.batch[1]}"
+    yield "update", f"{found.update} ({epoch}batch {found.batch[0]}{of})"
     for number, samples in enumerate(found.micro_batches, 1):
         name = "samples" if len(found.micro_batches) == 1 else f"samples {number}"
         yield name, ", ".join(map(str, samples))

@@ -1,0 +1,158 @@
+"""Writer: one thread that brings one checkpoint at a time to disk, while the training goes on.
+
+The thread is given a snapshot, which nobody changes, and calls nothing of the training. It holds no
+lock that a worker process, forked in the meantime, could wait for: it logs nothing (the main thread
+does, when it sees that the save is over), and what Python, the C library and OpenSSL lock inside is
+made anew in a forked process by themselves.
+
+It is a daemon: a process that leaves by ``os._exit`` or a signal does not wait for it. What is then
+cut short is no checkpoint, as after a kill.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phaseloop.engine.checkpoint.snapshot import Snapshot, compact
+from phaseloop.engine.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from phaseloop.engine.checkpoint.store import Saved, Store
+
+_PATIENCE = 1.0
+"""Seconds that a save which is given up gets to leave the file it is writing."""
+
+
+class _GivenUp(BaseException):
+    """Raised in the thread by :meth:`Writer.give_up`."""
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way to disk.
+
+    Attributes:
+        store: where it goes.
+        name: its name there.
+        facts: what its manifest says beside sizes and checksums.
+        doomed: checkpoints that are removed once this one is on disk.
+        then: called once it is on disk, before anything is removed.
+        stalled: seconds that the training stood still for it.
+        saved: the checkpoint; None: it is not on disk.
+        error: what went wrong, also after it was on disk.
+        seconds: from its beginning until it was on disk.
+    """
+
+    store: Store
+    name: str
+    facts: Mapping[str, Any]
+    doomed: Sequence[str] = ()
+    then: Callable[[], None] | None = None
+    stalled: float = 0.0
+    saved: Saved | None = None
+    error: BaseException | None = None
+    seconds: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files, without the manifest's own; 0 while it is not on disk."""
+        files = {} if self.saved is None else self.saved.manifest["files"]
+        return sum(facts["bytes"] for facts in files.values())
+
+    def check(self) -> None:
+        """Raises CheckpointError where something went wrong."""
+        if self.error is not None:
+            raise self.error
+
+
+class Writer:
+    """Writes checkpoints, one at a time.
+
+    Attributes:
+        over: the save in flight has come to its end, and :meth:`wait` has not yet told anyone.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self._thread: threading.Thread | None = None
+        self._flight: Save | None = None
+        self._snapshot = Snapshot()
+
+    def begin(self, save: Save, parts: Mapping[str, Any]) -> None:
+        """Copy the state, and write the copy in the thread.
+
+        The host stands still while it copies. There is one copy of the state in memory, kept for
+        the next save. Whoever calls has waited for the save before.
+        """
+        assert self._flight is None
+        copied = self._snapshot.take(parts)
+        self._flight, self.over = save, False
+        self._thread = threading.Thread(
+            target=self._run, args=(save, copied), name="phaseloop-writer", daemon=True
+        )
+        self._thread.start()
+        save.stalled += time.perf_counter() - save.begun
+
+    def write(self, save: Save, parts: Mapping[str, Any]) -> None:
+        """The same in this thread, without a copy: when this returns the save is over."""
+        assert self._flight is None
+        _bring_to_disk(save, compact(parts))
+        save.stalled = time.perf_counter() - save.begun
+        self._flight, self.over = save, True
+
+    def wait(self) -> Save | None:
+        """The save in flight, once it is over; None: there is none, or it was told already.
+
+        It may have an error, see :meth:`Save.check`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        save, self._thread, self._flight, self.over = self._flight, None, None, False
+        return save
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; what came of it is still to be told by :meth:`wait`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def give_up(self) -> None:
+        """Leave at once: a save in flight is cut short, as by a kill, and is no checkpoint."""
+        thread, self._thread, self._flight, self.over = self._thread, None, None, False
+        if thread is not None and thread.is_alive():
+            # The interpreter must not end around a thread that is inside a library in C++.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_GivenUp)
+            )
+            thread.join(_PATIENCE)
+
+    def _run(self, save: Save, parts: Mapping[str, Any]) -> None:
+        try:
+            _bring_to_disk(save, parts)
+            self.over = True
+        except _GivenUp:
+            pass
+
+
+def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
+    """Write it; then say so; then remove what is not needed any more. Errors go into ``save``."""
+    try:
+        save.saved = save.store.write(save.name, parts, save.facts)
+        save.seconds = time.perf_counter() - save.begun
+        if save.then is not None:
+            save.then()
+        for name in save.doomed:
+            save.store.remove(name)
+    except CheckpointError as error:
+        save.error = error
+    except Exception as error:
+        when = "could not be written" if save.saved is None else "is whole, but what follows failed"
+        save.error = CheckpointError(
+            f"checkpoint {save.name} {when}: {type(error).__name__}: {error}"
+        )
+        save.error.__cause__ = error

@@ -1,0 +1,302 @@
+"""Streams: the windows of a pass through an ``IterableDataset``, each known to be the last or not.
+
+One window is read ahead, so that the last of a pass is known before it is given; what a checkpoint
+gets is where the readers stood before that.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from phaseloop.engine import rng
+from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.data.plan import BatchPlan, Window, cut
+from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream_faults import Wrong
+from phaseloop.engine.data.stream_reader import Orders, Windows
+from phaseloop.engine.data.stream_readers import Read, Readers
+from phaseloop.engine.data.stream_state import Standing
+from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.errors import ConfigError, DataError
+
+log = logging.getLogger("phaseloop")
+
+
+class StreamLoader:
+    """Micro-batches of one stream, pass by pass; an epoch is a pass.
+
+    Has what :class:`~phaseloop.engine.data.loader.Loader` has; arguments as there.
+
+    Attributes:
+        samples: in a pass; None: the stream does not say.
+        key: where the set stands in the configuration.
+        used_up: a pass has given nothing, so no further one will.
+    """
+
+    is_stream = True
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        train: bool,
+        source: int,
+        seed: int,
+        device: torch.device,
+        world_size: int = 1,
+        rank: int = 0,
+        key: str = "data",
+        at_most: int | None = None,
+        repeat: bool = False,
+    ) -> None:
+        if data.first is None:
+            data.open(seed, key)
+        self._data = data
+        self.key = key
+        self._train = train
+        self._device = device
+        self._repeat = repeat
+        self._at_most = at_most
+        self._pinned = data.pins(device)
+        self.samples = data.stream_length()
+        drop_last = data.drop_last and train
+        whole = BatchPlan(
+            samples=self.samples,
+            batch_size=1,
+            micro_batch_size=data.micro_batch_size,
+            accumulate=data.accumulate,
+            drop_last=drop_last,
+            world_size=world_size,
+            rank=rank,
+            at_most=at_most,
+            readers=max(1, data.workers),
+        )
+        self._plans = {
+            first: dataclasses.replace(whole, batch_size=size) for first, size in data.sizes.items()
+        }
+        place = (world_size, rank)
+        shares = {
+            first: dataclasses.replace(
+                plan, batch_size=_share(plan.batch_size, *place), world_size=1, rank=0, at_most=None
+            )
+            for first, plan in self._plans.items()
+        }
+        limit = _share(data.limit, *place) if isinstance(data.limit, int) else None
+        self._orders = Orders(shares, limit, drop_last)
+        kind = rng.SAMPLE_TRAIN if train else rng.SAMPLE_TEST
+        seed = rng.mix(seed, kind, source, rank)
+        self._source = Windows(
+            data.first, data.collate, data.batch_transform, seed, key, self._orders
+        )
+        self._readers = Readers(
+            self._source, data.workers, data.prefetch, self._pinned, stateful=train
+        )
+        self._wrong = Wrong(data, key, drop_last)
+        self._begun: tuple[int, int] | None = None
+        self._ahead: Read | None = None
+        self._standings: list[Standing] = []
+        self._gave = False
+        self.used_up = False
+
+    # --- how passes are cut ---
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How the first epoch is cut."""
+        return self._plans[1]
+
+    @property
+    def windows(self) -> int | float:
+        """Batches in the first epoch; infinity where nobody knows."""
+        return self.plan.windows
+
+    @property
+    def plans(self) -> dict[int, BatchPlan]:
+        """How epochs are cut: from an epoch on, until the next one that is named."""
+        return {1: self.plan} if self._repeat else self._plans
+
+    def plan_of(self, epoch: int) -> BatchPlan:
+        """How one epoch is cut, as far as that is known before."""
+        return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
+
+    def cut_smaller(self, largest: int) -> None:
+        """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
+        self._plans = {
+            first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
+        }
+
+    # --- passes ---
+
+    def has_pass(self, epoch: int) -> bool:
+        """The stream gives something in this epoch; its first window is read, and kept.
+
+        Raises:
+            DataError: it gives nothing in its first pass.
+        """
+        if not self.used_up:
+            self._begin(epoch, 0)
+            self._ahead = self._readers.read()
+            if self._ahead is None:
+                if not self._gave:
+                    raise DataError(self._wrong.why_empty(self._gave))
+                self.used_up = True
+        return not self.used_up
+
+    def batches(
+        self, epoch: int, roll_backs: int, first: int
+    ) -> Iterator[tuple[Window, Batch | None]]:
+        """The micro-batches of ``epoch`` from window ``first`` on, each with its window.
+
+        The second of the pair is a :class:`Batch`, or None where the collate function gave None.
+
+        Raises:
+            DataError: there is nothing, or not as much as the stream's length says.
+        """
+        number = self._number(epoch)
+        if first or self._ahead is None or self._begun != (number, 0):
+            self._begin(epoch, first)
+        ahead, self._ahead, self._begun = self._ahead, None, None
+        return self._give(ahead, self.plan_of(number))
+
+    def _begin(self, epoch: int, first: int) -> None:
+        number = self._number(epoch)
+        start = self._standing(epoch, first) if first else None
+        if first and start is None:
+            raise DataError(f"{self.key}: nothing says where batch {first} of epoch {epoch} began")
+        if start is not None and start.reads_again:
+            log.warning(
+                "%s.dataset: %s keeps no state (state_dict, load_state_dict), so %d samples are "
+                "read again to come to where the run was",
+                self.key,
+                type(self._data.first).__name__,
+                start.reads_again,
+            )
+        self._standings = [] if start is None else [start]
+        self._ahead, self._begun = None, (number, first)
+        self._orders.tell(number, self.plan.largest)
+        self._readers.begin(number, start)
+
+    def _give(self, ahead: Read | None, plan: BatchPlan) -> Iterator[tuple[Window, Batch | None]]:
+        now = ahead or self._readers.read()
+        if now is None:
+            raise DataError(self._wrong.why_empty(self._gave))
+        while now is not None:
+            standing = now.standing
+            enough = self._at_most is not None and standing.windows >= self._at_most
+            ahead = None if enough else self._readers.read()
+            if not enough:
+                self._wrong.check_length(standing, plan, ended=ahead is None)
+            self._standings, self._gave = [*self._standings[-1:], standing], True
+            yield from self._micro_batches(now, plan, last=ahead is None)
+            now = ahead
+
+    def _micro_batches(
+        self, read: Read, plan: BatchPlan, last: bool
+    ) -> Iterator[tuple[Window, Batch | None]]:
+        size = sum(size for _, size in read.collected)
+        window = plan.window_of(read.standing.samples - size, size, last)
+        for (data, weight), piece in zip(read.collected, window.pieces, strict=True):
+            batch = None
+            if data is not None:
+                batch = Batch(self._moved(data), torch.arange(piece.start, piece.stop), weight)
+            yield window, batch
+
+    def _moved(self, data: Any) -> Any:
+        if self._data.to_device is not None:
+            return self._data.to_device(data, self._device)
+        if self._device.type != "cpu":
+            return to_device(data, self._device, non_blocking=self._pinned)
+        return data
+
+    def window_again(self, epoch: int, index: int) -> Window:
+        """The window at hand, cut as :meth:`batches` cuts it from now on."""
+        before, behind = self._standing(epoch, index), self._standing(epoch, index + 1)
+        assert behind is not None
+        start = 0 if before is None else before.samples
+        last = self._readers.over
+        return self.plan_of(self._number(epoch)).window_of(start, behind.samples - start, last)
+
+    def beside(self) -> StreamLoader:
+        """Another loader of the same batches, which reads a copy of the stream in this process.
+
+        Raises:
+            ConfigError: the stream cannot be copied.
+        """
+        source = copy.copy(self._source)
+        try:
+            source.dataset = copy.deepcopy(source.dataset)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.key}.dataset",
+                f"it has to be read beside the training, and this stream cannot be copied "
+                f"({type(error).__name__}: {error})",
+            ) from error
+        other = copy.copy(self)
+        other._orders = source.orders = self._orders.copy()
+        other._source = source
+        other._pinned = False
+        other._readers = Readers(source, 0, 1, pinned=False, stateful=False)
+        other._begun, other._ahead, other._standings, other.used_up = None, None, [], False
+        other._gave = False
+        return other
+
+    def put_back(self) -> None:
+        """Give this process its generators back, if they are still set for reading."""
+        self._readers.put_back()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._readers.close()
+
+    # --- where it stands ---
+
+    def state_dict(self, epoch: int, windows: int) -> dict[str, Any]:
+        """Where the stream stood when so many windows of an epoch had been given.
+
+        At a pass's start that is nowhere: each begins afresh.
+        """
+        standing = self._standing(epoch, windows) if windows else None
+        return {
+            "workers": self._data.workers,
+            "gave": self._gave,
+            "used_up": self.used_up,
+            "standing": None if standing is None else dataclasses.asdict(standing),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin there.
+
+        Raises:
+            ConfigError: it was read by another number of workers.
+        """
+        if state["workers"] != self._data.workers:
+            raise ConfigError(
+                f"{self.key}.workers",
+                f"{self._data.workers} now and {state['workers']} in the checkpoint: each worker "
+                f"reads a stream for itself, so a run keeps their number",
+            )
+        self.used_up = state["used_up"]
+        self._gave = state["gave"]
+        self._standings = [] if state["standing"] is None else [Standing(**state["standing"])]
+
+    def _standing(self, epoch: int, windows: int) -> Standing | None:
+        place = (self._number(epoch), windows)
+        return next((s for s in self._standings if (s.epoch, s.windows) == place), None)
+
+    def _number(self, epoch: int) -> int:
+        """What counts as the epoch: each may be the first again, and a test is like the others."""
+        if not self._train:
+            return 0
+        return 1 if self._repeat else epoch
+
+
+def _share(samples: int, world_size: int, rank: int) -> int:
+    """This process's part of a batch, or of a pass."""
+    first, last = cut(0, samples, world_size, rank)
+    return last - first

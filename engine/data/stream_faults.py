@@ -1,0 +1,64 @@
+"""What may be wrong with a stream: it gives nothing, or not what its length says."""
+
+from __future__ import annotations
+
+from phaseloop.engine.data.plan import BatchPlan
+from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream_state import Standing
+from phaseloop.engine.errors import DataError
+
+
+class Wrong:
+    """Faults of one stream, in sentences.
+
+    Args:
+        data: the stream and how it is cut.
+        key: where it stands in the configuration.
+        drop_last: a last batch that is smaller is left out.
+    """
+
+    def __init__(self, data: Data, key: str, drop_last: bool) -> None:
+        self._kind = type(data.first).__name__
+        self._samples = data.stream_length()
+        self._batch_size = max(data.sizes.values())
+        self._key = key
+        self._drop_last = drop_last
+
+    def why_empty(self, gave: bool) -> str:
+        """Why there is nothing to train or test on.
+
+        Args:
+            gave: an earlier pass gave something.
+        """
+        if gave:
+            return f"{self._key}: the stream gave nothing when it was gone through again"
+        if self._drop_last:
+            return (
+                f"{self._key}: the stream ended before it filled one batch of {self._batch_size}, "
+                f"and {self._key}.drop_last leaves out the rest: there is nothing to train on"
+            )
+        return f"{self._key}: the stream is empty: it gave no sample in its first pass"
+
+    def check_length(self, standing: Standing, plan: BatchPlan, ended: bool) -> None:
+        """Compare what a pass gave with what the stream's length says, if it has one.
+
+        Args:
+            standing: behind the window that is given next.
+            plan: how the pass is cut.
+            ended: nothing comes after it.
+
+        Raises:
+            DataError: it gave more or less.
+        """
+        if self._samples is None or (standing.windows < plan.windows and not ended):
+            return
+        whole = standing.samples == self._samples or plan.drop_last
+        if ended and standing.windows == plan.windows and whole:
+            return
+        gave = f"{standing.samples} samples in {standing.windows} batches"
+        readers = f" by {plan.readers} workers" if plan.readers > 1 else ""
+        raise DataError(
+            f"{self._key}.dataset: {self._kind} has a length, for {self._samples} samples in "
+            f"{plan.windows} batches of a pass{readers}; it gave {'' if ended else 'more than '}"
+            f"{gave}. A stream without __len__ may give any number"
+        )
