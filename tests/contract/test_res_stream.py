@@ -43,11 +43,11 @@ def test_res_a_every_sample_of_the_interrupted_pass_once(
     assert_eq(undisturbed(**options), folder)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_res_b_the_order_belongs_to_the_pass(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("kind", ["plain", "buffered"])
+def test_res_b_the_order_belongs_to_the_pass(tmp_path: Path, kind: str) -> None:
     """Drawn when a pass begins, from a generator that the engine has seeded."""
-    stream = streams.Stateful(augment=True, draws_order=True)
-    options: dict[str, Any] = {"epochs": 4, "train": Data(stream, r1.BATCH, workers=workers)}
+    stream = streams.KINDS[kind](augment=True, draws_order=True)
+    options: dict[str, Any] = {"epochs": 4, "train": Data(stream, r1.BATCH)}
     folder = tmp_path / "run"
     go(folder, At("on_step", 14, signal.SIGTERM), **options)
     finish(folder, **options)
@@ -93,6 +93,7 @@ def test_res_d_an_epochs_very_end(tmp_path: Path, end: str, kind: str, workers: 
 
 @pytest.mark.parametrize("kind", streams.KINDS)
 def test_res_f_a_run_that_ended_inside_a_pass_goes_on_in_it(tmp_path: Path, kind: str) -> None:
+    """As with other data, the epoch has two phases then; its samples are those of one."""
     folder = tmp_path / "run"
     length: dict[str, Any] = {"epochs": None, "train": streams.data(kind)}
     finish(folder, phases={"updates": 15}, **length)
@@ -102,7 +103,6 @@ def test_res_f_a_run_that_ended_inside_a_pass_goes_on_in_it(tmp_path: Path, kind
         list(range(1, 16)), list(range(16, 26)), list(range(26, 31)),
     ]  # fmt: skip
     whole = undisturbed(phases={"updates": 30}, **length)
-    assert_eq(whole, folder)
     assert [ids_of_epoch(folder, epoch) for epoch in (1, 2, 3)] == [
         ids_of_epoch(whole, epoch) for epoch in (1, 2, 3)
     ]
