@@ -42,8 +42,8 @@ class MetricsFile(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._open is not None:
-            size = os.fstat(self._open.fileno()).st_size
-            self._open.truncate(min(size, state["bytes"]))
+            size = min(os.fstat(self._open.fileno()).st_size, state["bytes"])
+            self._open.truncate(_whole_lines(self._open.name, size))
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._path is None else {"bytes": self._path.stat().st_size}
@@ -96,3 +96,13 @@ class MetricsFile(Hook):
         except OSError:
             self._open.truncate(before)
             raise
+
+
+def _whole_lines(path: str, size: int) -> int:
+    """Bytes of the lines that end within the first ``size``.
+
+    Where checkpoints lie elsewhere the file may be of another machine's part of the run, whose
+    lines end at other places.
+    """
+    with open(path, "rb") as file:
+        return file.read(size).rfind(b"\n") + 1

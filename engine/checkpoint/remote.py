@@ -126,11 +126,11 @@ class Remote:
             manifest: content of its last file.
             sizes: bytes of its other files, which have to be there.
         """
+        self._check_owner()  # before all else: who has taken the place has cleaned it
         there = self._sizes(name)
         self._check_free(name, there)
         if there != sizes:
             raise OSError(f"{self.folder / name} holds {there} bytes after {dict(sizes)} were sent")
-        self._check_owner()
         try:
             self._put(f"{name}/{MANIFEST}", manifest)
         except BaseException:  # it may have come there all the same

@@ -1,7 +1,9 @@
 """Hook ``metrics_file``: each update once, whatever interrupted the run."""
 
+import json
 import signal
 
+from phaseloop.hooks.metrics_file import MetricsFile
 from tests.rigs import process, r1
 from tests.rigs.equal import rows
 
@@ -18,3 +20,16 @@ def test_stopped_then_killed_each_update_is_there_once(tmp_path):
         assert ended.code == code
     assert process.run(r1.train, folder, epochs=2, save=save).code == 0
     assert [row["update"] for row in rows(folder) if "loss" in row] == list(range(1, 21))
+
+
+def test_the_file_of_another_machine_is_cut_at_a_lines_end(tmp_path):
+    """Where checkpoints lie elsewhere, the file here may be of another part of the run."""
+    lines = [json.dumps({"update": update, "loss": 0.5}).encode() + b"\n" for update in range(9)]
+    path = tmp_path / "metrics.jsonl"
+    for count, left in [(0, 0), (1, 0), (len(lines[0]) - 1, 0), (len(lines[0]), 1), (10_000, 9)]:
+        path.write_bytes(b"".join(lines))
+        hook = MetricsFile()
+        hook._open = open(path, "ab", buffering=0)  # noqa: SIM115
+        hook.load_state_dict({"bytes": count})
+        hook._open.close()
+        assert path.read_bytes() == b"".join(lines[:left])
