@@ -64,7 +64,10 @@ def _all(kills: int, first_seed: int, processes: int) -> int:
             )
             for number, (file, share) in enumerate(zip(files, shares, strict=True))
         ]  # fmt: skip
-        codes = [part.wait() for part in parts]
+        try:
+            codes = [part.wait() for part in parts]
+        except KeyboardInterrupt:  # what is done so far
+            codes = [part.wait() for part in parts if part.terminate() is None]
         found = [line for file in files if file.exists() for line in _lines(file)]
     return _table(found, time.monotonic() - started) or int(any(codes))
 
