@@ -264,9 +264,9 @@ def _check_place(task: Task) -> None:
     folder = task.folder
     if folder is not None and task.primary and not folder.in_place:
         raise CheckpointError(
-            f"the run's folder was moved or removed while it trained, so nothing more is written "
-            f"to {folder.path}. What is in it stands: go on by the same command with "
-            f"run.dir=NEW_PATH"
+            f"the run's folder, or its lock, was moved or removed while it trained, so nothing "
+            f"more is written to {folder.path}. What is in it stands: go on by the same command "
+            f"with run.dir=NEW_PATH"
         )
 
 

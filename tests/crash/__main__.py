@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -64,14 +65,17 @@ def _all(kills: int, first_seed: int, processes: int) -> int:
             )
             for number, (file, share) in enumerate(zip(files, shares, strict=True))
         ]  # fmt: skip
-        codes = [part.wait() for part in parts]
+        try:
+            codes = [part.wait() for part in parts]
+        except KeyboardInterrupt:  # what is done so far
+            codes = [part.wait() for part in parts if part.terminate() is None]
         found = [line for file in files if file.exists() for line in _lines(file)]
     return _table(found, time.monotonic() - started) or int(any(codes))
 
 
 def _part(kills: int, first_seed: int, file: Path) -> None:
     """Scenarios until so many kills are made; a line of JSON for each."""
-    made = 0
+    made, parent = 0, os.getppid()
 
     @seed(first_seed)
     @settings(
@@ -81,7 +85,7 @@ def _part(kills: int, first_seed: int, file: Path) -> None:
     @given(scenarios(most=8))
     def scenario_by_scenario(scenario: dict[str, Any]) -> None:
         nonlocal made
-        if made >= kills:
+        if made >= kills or os.getppid() != parent:
             return
         with tempfile.TemporaryDirectory(prefix="phaseloop-crash-") as folder:
             try:

@@ -69,6 +69,7 @@ def settled(f: dict[str, Any]) -> dict[str, Any]:
 
     if f["data"] in STREAMS:  # of unknown length: the whole run has one, and no fraction of it
         leave_out("stages", "roll_back")
+        f["schedule"] = "none" if f["schedule"] == "milestones" else f["schedule"]
         f["length"] = "updates"
         f["test"] = "epochs" if f["test"] == "half" else f["test"]
         f["norm"] = "norm" if f["norm"] == "precise" else f["norm"]
@@ -86,7 +87,7 @@ def settled(f: dict[str, Any]) -> dict[str, Any]:
         f["schedule"] = "none" if f["schedule"] == "plateau" else f["schedule"]
     if f["stages"] != "one":
         leave_out("length")
-        f["freeze"] = "none" if f["freeze"] == "for good" else f["freeze"]
+        f["freeze"] = "none" if f["freeze"] in ("for good", "first") else f["freeze"]
     if f["roll_back"]:  # it goes back to the newest checkpoint, so there has to be one
         f["every_updates"] = f["every_updates"] or 3
         leave_out("skip", "keep_best")
@@ -244,7 +245,11 @@ def _hooks(f: dict[str, Any]) -> dict[str, Any]:
             "every_updates": f["every_updates"],
             "keep_last": f["keep_last"],
             "background": f["background"],
-            **({"keep_every_updates": 2} if f["keep_every"] and f["every_updates"] else {}),
+            **(
+                {"keep_every_updates": f["every_updates"]}
+                if f["keep_every"] and f["every_updates"]
+                else {}
+            ),
             **({"keep_best": f["keep_best"], "metric": "test/loss"} if f["keep_best"] else {}),
         },
     }

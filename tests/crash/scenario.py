@@ -235,8 +235,10 @@ def wrong_folder(run: Path) -> Iterator[str]:
             yield f"status.json is not whole: {error}"
     log = (run / "log.txt").read_text(errors="replace") if (run / "log.txt").exists() else ""
     saved = re.findall(r"saved (update_\d+-\d+)", log)
-    if saved and saved[-1] not in names and max(saved, key=store.position) not in names:
-        yield f"{saved[-1]} is logged as saved, and there are {names}"
+    # A later one may be there, not logged yet, in whose place it was removed.
+    last = max(saved, key=store.position, default="")
+    if last and (not names or store.position(names[-1]) < store.position(last)):
+        yield f"{last} is logged as saved, and there are {names}"
     if (run / "checkpoints" / "set_aside").exists():
         yield f"something was set aside: {list((run / 'checkpoints' / 'set_aside').iterdir())}"
 

@@ -116,20 +116,36 @@ def check(tmp: Path, subject: Subject, chosen: list[tuple[int, str]]) -> None:
     assert not found, "\n\n".join(found)
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["anew", "resumed"])
-def test_ck_a_an_operation_of_a_run_is_disturbed(tmp_path: Path, resumed: bool) -> None:
-    subject = Subject(tmp_path, resumed)
-    seeded = random.Random(f"faults {resumed}")
-    check(tmp_path, subject, seeded.sample(subject.disturbances(), 12))
+@pytest.fixture(scope="module")
+def anew(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A run from its start."""
+    return Subject(tmp_path_factory.mktemp("anew"), resumed=False)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A run from where it was killed in a save."""
+    return Subject(tmp_path_factory.mktemp("resumed"), resumed=True)
+
+
+BOTH = pytest.mark.parametrize("name", ["anew", "resumed"])
+
+
+@BOTH
+def test_ck_a_an_operation_of_a_run_is_disturbed(
+    tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    subject = request.getfixturevalue(name)
+    check(tmp_path, subject, random.Random(name).sample(subject.disturbances(), 12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("resumed", [False, True], ids=["anew", "resumed"])
+@BOTH
 def test_ck_a_each_operation_of_a_run_is_disturbed(
-    tmp_path: Path, resumed: bool, action: str
+    tmp_path: Path, name: str, action: str, request: pytest.FixtureRequest
 ) -> None:
-    subject = Subject(tmp_path, resumed)
+    subject = request.getfixturevalue(name)
     check(tmp_path, subject, [one for one in subject.disturbances() if one[1] == action])
 
 
@@ -143,11 +159,46 @@ def test_ck_a_with_a_thread_that_writes_too(tmp_path: Path) -> None:
     check(tmp_path, subject, chosen)
 
 
-def test_every_kind_of_operation_comes_up(tmp_path: Path) -> None:
+def test_every_kind_of_operation_comes_up(resumed: Subject) -> None:
     """What the layer does not see it cannot disturb: a run does all of these."""
-    subject = Subject(tmp_path, resumed=True)
-    kinds = {line.split()[0] for line in subject.operations}
+    kinds = {line.split()[0] for line in resumed.operations}
     assert kinds == {"open", "read", "list", "create", "write", "truncate", "fsync", "rename",
                      "mkdir", "unlink", "rmdir"}  # fmt: skip
-    saves = [line for line in subject.operations if ".writing-" in line]
+    saves = [line for line in resumed.operations if ".writing-" in line]
     assert len(saves) >= 3 * 3  # two files and a manifest: each is made, written, flushed
+
+
+def test_ck_a_everything_is_on_the_disk_before_it_gets_its_name(anew: Subject) -> None:
+    """A kill does not show it, since the system keeps what was written: a power failure would.
+
+    Each file of a checkpoint is written and flushed, then their folder; then comes the rename, and
+    then the flush of the folder that the name is in; and only then is another one removed.
+    """
+    told = [(line.split()[0], line.split()[1]) for line in anew.operations]
+    checkpoints = str(anew.whole / "run" / "checkpoints")
+    named = [
+        n for n, (kind, path) in enumerate(told)
+        if kind == "rename" and Path(path).parent == Path(checkpoints) and "/update_" in path
+    ]  # fmt: skip
+    assert len(named) >= 4
+    for at in named:
+        draft = f"{checkpoints}/.writing-{Path(told[at][1]).name}"
+        before = told[:at]
+        files = [path for kind, path in before if kind == "create" and path.startswith(f"{draft}/")]
+        assert len(files) == 3
+        for file in files:
+            last_write = max(n for n, one in enumerate(before) if one == ("write", file))
+            assert ("fsync", file) in before[last_write:], file
+        last = max(n for n, (_, path) in enumerate(before) if path.startswith(f"{draft}/"))
+        assert ("fsync", draft) in before[last:]
+        after = told[at + 1 :]
+        flushed = after.index(("fsync", checkpoints))
+        assert not any(".removing-" in path for _, path in after[:flushed])
+
+
+def test_ck_a_so_is_the_status(anew: Subject) -> None:
+    new, final = (str(anew.whole / "run" / n) for n in (".status.json.new", "status.json"))
+    own = [line for line in anew.operations if line.split()[1] in (new, final)]
+    steps = [line.split()[0] for line in own if not line.startswith(("open", "read"))]
+    assert steps == ["create", "write", "fsync", "rename"] * (len(steps) // 4)
+    assert len(steps) >= 8
