@@ -23,6 +23,7 @@ from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
 
 if TYPE_CHECKING:
     from phaseloop.engine.checkpoint.store import Saved
+    from phaseloop.engine.urls import Place
 
 __all__ = ["Exported", "export"]
 
@@ -59,7 +60,7 @@ class Exported:
     """
 
     path: Path
-    checkpoint: Path
+    checkpoint: Place
     weights: str
     tensors: int
     elements: int

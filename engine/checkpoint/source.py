@@ -19,6 +19,7 @@ from torch import Tensor
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError, ConfigError, listing, nearest
+from phaseloop.engine.run_folder import RunFolder
 
 _BLOCK = 1 << 20
 _MOST_NESTED = 6
@@ -218,8 +219,9 @@ def checkpoint_at(folder: Path, which: str | None, key: str) -> store.Saved:
             if which is not None:
                 raise ConfigError(_join(key, "which"), f"{folder} is one checkpoint; leave it out")
             return store.verified(folder)
-        below = folder / "checkpoints"
-        checkpoints = store.Store(below if below.is_dir() else folder)
+        run = RunFolder.found(folder)  # whose checkpoints may lie elsewhere
+        held = run.elsewhere or (folder / "checkpoints").is_dir()
+        checkpoints = store.Store(run.checkpoints if held else folder)
         if which not in (None, "newest", "best"):
             names = checkpoints.names()
             if which not in names:
