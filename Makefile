@@ -2,12 +2,14 @@
 
 PYTHON ?= python3
 ARGS ?=
+N ?= 300
+SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-all check clean
+.PHONY: help env run test test-all test-crash check clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +24,9 @@ test: $(STAMP) ## run the tests but the slow ones
 
 test-all: $(STAMP) ## run all tests
 	$(PYTEST) -m ""
+
+test-crash: $(STAMP) ## kill the command line N=300 times at random (SEED=0), resume, compare, print a table
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --kills $(N) --seed $(SEED)
 
 check: $(STAMP) ## style, types, and who imports whom
 	$(BIN)/ruff check

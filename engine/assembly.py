@@ -39,7 +39,7 @@ def check(task: Task) -> None:
         stage.check(stage.key(number) if len(task.whole_phases) > 1 else "phases")
     for settings in optimizers.all_clipping(task.gradients):
         settings.check()
-    task.run.check()
+    task.run.check(others=[] if task.weights is None else [task.weights.path])
     task.model_options.check()
     task.model_options.check_model(task.bare_model)
     if task.weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +36,11 @@ class Run:
     grace: float = 8.0
     log_every: int = 10
 
-    def check(self, key: str = "run", weights: str = "") -> None:
+    def check(self, key: str = "run", others: Sequence[str] = ()) -> None:
         """Raises ConfigError for a number out of range, and a URL that cannot be used.
 
         Args:
-            weights: another place that ``storage_options`` may be for.
+            others: further places that ``storage_options`` may be for.
         """
         if self.dir is not None and is_url(self.dir):
             raise ConfigError(
@@ -52,7 +53,7 @@ class Run:
         places = {"checkpoints": self.checkpoints or "", "resume": self.resume}
         for name, text in places.items():
             check_url(text, f"{key}.{name}")
-        if self.storage_options and not any(map(is_url, [*places.values(), weights])):
+        if self.storage_options and not any(map(is_url, [*places.values(), *others])):
             raise ConfigError(
                 f"{key}.storage_options", f"are for a URL, and {key}.checkpoints is none"
             )

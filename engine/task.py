@@ -111,6 +111,7 @@ class Task(Stepping):
         self.debug = debug or Debug()
         self.seed = seed
         self.config = dict(config or {})
+        self.config_defaults: Mapping[str, Any] = {}  # of keys that an old checkpoint may lack
         self.bare_model = model
         self.criterion_module = criterion
         self.whole_phases = stages_of(phases)

@@ -387,6 +387,14 @@ class Walk(Committing):
         self.accumulator.begin(loader.window_again(self.progress.epoch, self.phase.position))
         self._fetch()
 
+    @property
+    def batches_at_hand(self) -> list[Batch]:
+        """What the step has taken or was to take: a micro-batch, or those of a whole window."""
+        if self.failed_whole:
+            return []
+        batch = self.batch if self.batch is not None else self._pending
+        return list(self._window) or ([] if batch is None else [batch])
+
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""
         if self._train_flags:

@@ -207,8 +207,8 @@ class Average(Hook):
             if self.start["start_fraction"] is not None:
                 raise ConfigError(
                     f"hooks.{self.name}.start_fraction",
-                    "of a run whose length is a time nobody knows a part; "
-                    "use start_updates or start_epochs",
+                    "of a run whose length is a time, or passes of any length, nobody knows a "
+                    "part; use start_updates or start_epochs",
                 )
             return
         length = {"start_updates": float(self._planned),

@@ -127,16 +127,16 @@ class Checkpoint(Hook):
         # and a save that fails here is an error before anyone says that the run is finished.
         if task.changed:
             self._save(task)
-        self._tell(task)
+        self._finish(task)
 
     def on_exception(self, task: Task, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             task.writer.give_up()  # at once: the checkpoints before it stand
             return
-        self._tell(task)
+        self._finish(task)
         if task.failed_whole and task.changed and task.store is not None:
             self._save(task)
-            self._tell(task)
+            self._finish(task)
             log.info("nothing is lost: all %d updates are saved", task.progress.updates)
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,17 +220,22 @@ class Checkpoint(Hook):
         if not self.background:
             self._tell(task)
 
+    def _finish(self, task: Task) -> None:
+        """Wait for the save in flight, which costs that time, and say what came of it."""
+        since, save = time.perf_counter(), task.writer.settle()
+        if save is not None:
+            save.stalled += time.perf_counter() - since
+        self._tell(task)
+
     def _tell(self, task: Task) -> None:
         """Wait for the save in flight and say what came of it.
 
         Raises:
             CheckpointError: it failed.
         """
-        waiting_since = time.perf_counter()
         save = task.writer.wait()
         if save is None:
             return
-        save.stalled += time.perf_counter() - waiting_since
         gone = set(save.doomed)
         if save.saved is None:
             gone = {save.name}

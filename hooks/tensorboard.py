@@ -17,6 +17,8 @@ from phaseloop.engine.trainer import Outcome
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_STEM = "events.out.tfevents."
+
 
 @register_hook("tensorboard", default=True)
 class TensorBoard(Hook):
@@ -48,6 +50,7 @@ class TensorBoard(Hook):
         from torch.utils.tensorboard import SummaryWriter
 
         path = Path(task.folder.path) / self.folder
+        _make_older(path)
         _wait_for_a_later_name(path)
         # Without a checkpoint to resume from, a run that was killed early may still have left rows.
         purge = task.progress.updates + 1 if task.resumed else 0
@@ -122,7 +125,18 @@ def _wait_for_a_later_name(path: Path) -> None:
     """Readers take event files in the order of their names: second, host, process. Where another
     file was made in this very second and its name sorts after ours, wait for the next second."""
     second = int(time.time())
-    stem = f"events.out.tfevents.{second:010d}."
+    stem = f"{_STEM}{second:010d}."
     mine = f"{stem}{socket.gethostname()}.{os.getpid()}"
     if any(p.name.rsplit(".", 1)[0] > mine for p in path.glob(f"{stem}*")):
         time.sleep(max(0.0, second + 1 - time.time()))
+
+
+def _make_older(path: Path) -> None:
+    """The clock may have been set back since files were made: they get names of the second before
+    this one, in which they stand last and in their order."""
+    second = int(time.time())
+    before = f"{_STEM}{second - 1:010d}.~"
+    later = sorted(p for p in path.glob(f"{_STEM}*") if p.name > f"{_STEM}{second + 1:010d}")
+    for number, old in enumerate(later, len(list(path.glob(f"{before}*")))):
+        rest = old.name.removeprefix(_STEM).split(".", 1)[1]
+        old.rename(path / f"{before}{number:06d}.{rest}")

@@ -19,11 +19,11 @@ from typing import IO, TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.urls import Place, check_url, place
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
 
 if TYPE_CHECKING:
     from phaseloop.engine.checkpoint.store import Saved
-    from phaseloop.engine.urls import Place
 
 __all__ = ["Exported", "export"]
 
@@ -82,7 +82,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    own = {match[1]: match[2] for word in words if (match := _OWN.match(word))}
+    own: dict[str, Any] = {match[1]: match[2] for word in words if (match := _OWN.match(word))}
     rest = [word for word in words if not _OWN.match(word)]
     if len(rest) != 2 or any(word.startswith("-") for word in rest):
         given = ", ".join(map(repr, rest)) or "nothing"
@@ -108,11 +108,12 @@ def export(
     dtype: str | None = None,
     format: str | None = None,
     force: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the weights of a checkpoint to one file.
 
     Args:
-        folder: a run's, or a checkpoint's.
+        folder: a run's, or a checkpoint's; or its URL.
         out: the file; it is there whole or not at all.
         which: of a run: ``newest`` (also None), ``best``, or a checkpoint's name.
         averages: ``raw``, or the name of the hook whose averages are taken; None: what the run
@@ -120,6 +121,7 @@ def export(
         dtype: of floating-point tensors; None: as they are.
         format: ``safetensors`` or ``pt``; None: by the ending of ``out``.
         force: replace ``out``.
+        storage_options: what the file system of a URL takes.
 
     Raises:
         ConfigError: there is no such checkpoint or average, it is not known which one was tested,
@@ -133,20 +135,22 @@ def export(
         raise ConfigError("force", f"{out} exists; force=true replaces it")
     if not out.absolute().parent.is_dir():
         raise ConfigError("out", f"there is no folder {out.absolute().parent}")
-    if not Path(folder).is_dir():
+    check_url(str(folder), "run")
+    where = place(str(folder), storage_options)
+    if isinstance(where, Path) and not where.is_dir():
         raise ConfigError("run", f"there is no folder {folder}")
 
     import torch
 
-    from phaseloop.engine.checkpoint import source
+    from phaseloop.engine.checkpoint import choosing
 
-    saved = source.checkpoint_at(Path(folder), which, "")
+    saved = choosing.checkpoint_at(where, which, "")
     weights = averages if averages is not None else _tested(saved)
     try:
-        state = source.model_state(saved, None if weights == RAW else weights, "")
+        state = choosing.model_state(saved, None if weights == RAW else weights, "")
     except CheckpointError as error:
         raise ConfigError("averages", str(error)) from None
-    tied = source.aliases(state)
+    tied = choosing.aliases(state)
     if dtype is not None:
         state = {n: _converted(v, getattr(torch, dtype)) for n, v in state.items()}
         state.update({name: state[first] for name, first in tied.items()})

@@ -29,11 +29,26 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences that would make another training of it, as ``path: before -> now``."""
+# Keys that a configuration may still have in an old checkpoint, and the default that each had when
+# it was given up: a run that never changed it goes on without it.
+GONE: dict[str, Any] = {}
+
+
+def forbidden_changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Differences that would make another training of it, as ``path: before -> now``.
+
+    Args:
+        before, now: what the checkpoint has, and what the run has now.
+        defaults: what keys of ``now`` are where nobody says them. A key that the checkpoint does
+            not know, since it was made by an earlier version, stood at it.
+    """
     return [
         f"{path}: {_show(old)} -> {_show(new)}"
-        for path, old, new in _differences(before, now, "")
+        for path, old, new in _differences(before, now, defaults or {}, "")
         if not _may_change(path, before, now)
     ]
 
@@ -42,15 +57,25 @@ _MISSING = object()
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str
+    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys([*before, *now]):
         path = f"{prefix}{key}"
         old, new = _by_name(before.get(key, _MISSING)), _by_name(now.get(key, _MISSING))
+        default = _by_name(defaults.get(key, _MISSING))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{path}.")
-        elif old is not new and old != new:
+            below = default if isinstance(default, Mapping) else {}
+            yield from _differences(old, new, below, f"{path}.")
+        elif not _same(path, old, new, default):
             yield path, old, new
+
+
+def _same(path: str, old: Any, new: Any, default: Any) -> bool:
+    if old is _MISSING and default is not _MISSING:
+        old = default
+    if new is _MISSING and path in GONE:
+        new = GONE[path]
+    return old is new or bool(old == new)
 
 
 def _by_name(value: Any) -> Any:

@@ -170,7 +170,7 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
     task.carry = to_device(state["carry"], task.device)
-    restore_loaders(task, state["loader"])
+    restore_loaders(task, state.get("loader", []))
     task.changed = False
     return state
 

@@ -1,6 +1,9 @@
 """Identity: what makes a training the one it is, beside its configuration file.
 
 A task made in Python has no file to compare, and no file says how many samples a data set has.
+
+A fact that a version adds is left out where it says nothing new, so that checkpoints of versions
+before it, which lack it, go on: absent means as it always was.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _check_config(task: Task, saved: store.Saved) -> None:
     state = store.load(saved, STATE)
     changes = []
     if state["config"] and task.config:
-        changes = forbidden_changes(state["config"], task.config)
+        changes = forbidden_changes(state["config"], task.config, task.config_defaults)
     # What no file says, and what a task made without files says: compared always.
     changes = [*changes, *weights.changes(task, state["identity"])]
     changes = changes or forbidden_changes(state["identity"], task.identity)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from phaseloop.engine.checkpoint import source
+from phaseloop.engine.checkpoint import choosing, source
 from phaseloop.engine.checkpoint.fitting import WeightsReport, compare, hint
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.run_folder import ONLY_FILE
+from phaseloop.engine.urls import Place, check_url, place
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -38,8 +39,9 @@ class Weights:
     ``backbone.*``, ``head``.
 
     Args:
-        path: a file of ``torch.save`` or of safetensors, also at a place of ``fsspec``'s
-            (``s3://bucket/file.pt``); or the folder of a checkpoint, or of a run.
+        path: a file of ``torch.save`` or of safetensors; or the folder of a checkpoint, or of a
+            run; each may be a URL (``s3://bucket/file.pt``), which is reached with
+            ``run.storage_options``.
         at: where in a file the state lies: ``state_dict``, ``model.trunk``.
         which: of a run's folder: ``newest`` (the default), ``best``, or a checkpoint's name.
         averages: of a checkpoint: those that the hook of this name kept, and not the raw weights.
@@ -64,8 +66,7 @@ class Weights:
         """Raises ConfigError for what is wrong whatever the file holds."""
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError(f"{key}.path", f"{self.path!r} is no path")
-        if "::" in self.path:
-            raise ConfigError(f"{key}.path", f"{self.path!r} is more than one place")
+        check_url(self.path, f"{key}.path")
         for name in ("include", "allow"):
             patterns = getattr(self, name)
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
@@ -95,13 +96,18 @@ class Weights:
 
 
 def load_weights(
-    model: nn.Module, weights: Weights | str, *, key: str = "weights"
+    model: nn.Module,
+    weights: Weights | str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    key: str = "weights",
 ) -> WeightsReport:
     """Load weights from elsewhere into a model; whatever is wrong, nothing of it has changed then.
 
     Args:
         model: the bare model.
         weights: where they are, or just the path.
+        storage_options: what the file system of a URL takes.
         key: where this stands in a configuration, for messages.
 
     Returns:
@@ -113,14 +119,16 @@ def load_weights(
     """
     weights = Weights(weights) if isinstance(weights, str) else weights
     weights.check(key)
-    return _load(model, weights, _read(weights, key), key)
+    where = place(weights.path, storage_options)
+    return _load(model, weights, _read(weights, where, key), key)
 
 
 def start(task: Task) -> None:
     """At the very start of a run: load what it begins with, and note that in its identity."""
     if task.weights is None:
         return
-    found = _read(task.weights, KEY)
+    where = place(task.weights.path, task.run.storage_options)
+    found = _read(task.weights, where, KEY)
     _load(task.bare_model, task.weights, found, KEY, log_it=True)
     task.identity[FACTS] = {
         "path": task.weights.path,
@@ -150,32 +158,30 @@ def changes(task: Task, before: Mapping[str, Any]) -> list[str]:
         if options.get(name) != now.facts.get(name)
     ]
     if now.path != then["path"]:
-        found += _other_bytes(now, then)
+        found += _other_bytes(now, then, place(now.path, task.run.storage_options))
     task.identity[FACTS] = then
     return found
 
 
-def _other_bytes(now: Weights, then: Mapping[str, Any]) -> list[str]:
+def _other_bytes(now: Weights, then: Mapping[str, Any], where: Place) -> list[str]:
     said = f"{KEY}.path: {then['path']!r} -> {now.path!r}"
     try:
-        if source.sha256_of(now.path, now.which, now.averages, KEY) == then["sha256"]:
+        if choosing.sha256_of(where, now.which, now.averages, KEY) == then["sha256"]:
             return []
     except ConfigError as error:
         return [f"{said}, which may hold other weights ({error})"]
     return [f"{said}, which holds other weights"]
 
 
-def _read(weights: Weights, key: str) -> source.Source:
-    folder = source.local(weights.path)
-    is_folder = folder is not None and folder.is_dir()
+def _read(weights: Weights, where: Place, key: str) -> source.Source:
+    is_folder = source.is_folder(where)
     for name in ("which", "averages") if not is_folder else ("at",):
         if getattr(weights, name) is not None:
             kind = "file" if is_folder else "checkpoint or a run"
             raise ConfigError(f"{key}.{name}", f"is for a {kind}, and {weights.path} is none")
     if is_folder:
-        assert folder is not None
-        return source.read_checkpoint(folder, weights.which, weights.averages, key)
-    return source.read_file(weights.path, weights.at, key)
+        return choosing.read_checkpoint(where, weights.which, weights.averages, key)
+    return source.read_file(where, weights.at, key)
 
 
 def _load(

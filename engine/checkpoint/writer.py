@@ -116,10 +116,11 @@ class Writer:
         save, self._thread, self._flight, self.over = self._flight, None, None, False
         return save
 
-    def settle(self) -> None:
+    def settle(self) -> Save | None:
         """Wait until nothing is in flight; what came of it is still to be told by :meth:`wait`."""
         if self._thread is not None:
             self._thread.join()
+        return self._flight
 
     def give_up(self) -> None:
         """Leave at once: a save in flight is cut short, as by a kill, and is no checkpoint."""

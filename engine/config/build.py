@@ -23,6 +23,7 @@ from phaseloop.engine.backends import Backend
 from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
+from phaseloop.engine.config.defaults import defaults
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
 from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
@@ -90,6 +91,7 @@ def build(schema: Schema) -> Built:
         debug=schema.debug,
         config=_to_keep(schema),
     )
+    task.config_defaults = defaults(schema)
     return Built(task, hooks)
 
 

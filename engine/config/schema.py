@@ -202,7 +202,9 @@ def check(config: dict[str, Any]) -> Schema:
     if schema.optimizer is not None and any(schema.optimizers.values()):
         raise ConfigError("optimizers", "give these or optimizer, not both; ~optimizer drops that")
     schema.gradients.check("gradients")
-    schema.run.check("run", weights=schema.weights)
+    initial = schema.model.get("weights")
+    path = initial.get("path") if isinstance(initial, dict) else initial
+    schema.run.check("run", others=[schema.weights, str(path)])
     check_url(schema.weights, "weights")
     if not 0 <= schema.seed < 1 << 63:
         raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")

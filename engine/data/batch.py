@@ -17,7 +17,8 @@ class Batch:
         input: the first of a pair, ``data["input"]`` of a mapping, ``data.input`` of a dataclass
             that has one, else ``data`` itself.
         target: the second of a pair, or ``target`` beside such an ``input``, else None.
-        indices: dataset indices of the samples, int64 of shape [size], on the CPU.
+        indices: dataset indices of the samples, int64 of shape [size], on the CPU; of a stream,
+            which has none, their numbers in the pass, from 0, in the order they came.
         sources: of a mix, the number of each sample's source, int64 of shape [size], on the CPU;
             ``indices`` then count within the source. Without a mix, None.
         size: number of samples.

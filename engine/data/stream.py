@@ -192,6 +192,8 @@ class StreamLoader:
             ahead = None if enough else self._readers.read()
             if not enough:
                 self._wrong.check_length(standing, plan, ended=ahead is None)
+            if not self._gave:
+                self._wrong.check_state(standing)
             self._standings, self._gave = [*self._standings[-1:], standing], True
             yield from self._micro_batches(now, plan, last=ahead is None)
             now = ahead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phaseloop.engine.data.plan import BatchPlan
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.data.stream_state import Standing
+from phaseloop.engine.data.stream_state import Standing, not_plain
 from phaseloop.engine.errors import DataError
 
 
@@ -38,6 +38,20 @@ class Wrong:
                 f"and {self._key}.drop_last leaves out the rest: there is nothing to train on"
             )
         return f"{self._key}: the stream is empty: it gave no sample in its first pass"
+
+    def check_state(self, standing: Standing) -> None:
+        """Refuse at the first window what could not be saved later.
+
+        Raises:
+            DataError: the stream's own state holds something else than tensors and plain Python.
+        """
+        for reader in standing.readers:
+            for name, state in reader["stream"].items():
+                for found in not_plain(state, f"state_dict() of its {name}: the state"):
+                    raise DataError(
+                        f"{self._key}.dataset: {self._kind}, {found}, and a checkpoint holds "
+                        f"tensors, numbers, strings, and lists and dicts of them"
+                    )
 
     def check_length(self, standing: Standing, plan: BatchPlan, ended: bool) -> None:
         """Compare what a pass gave with what the stream's length says, if it has one.

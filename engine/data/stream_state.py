@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+_LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass
@@ -28,6 +33,20 @@ class Standing:
     def reads_again(self) -> int:
         """Samples that have to be read again to come here, by readers that keep no state."""
         return sum(0 if r["stream"] else r["count"] for r in self.readers if not r["over"])
+
+
+def not_plain(value: Any, path: str) -> Iterator[str]:
+    """What in a stream's own state a checkpoint cannot hold, by its place and type."""
+    kind = type(value)  # exactly: see check_plain of the checkpoints
+    if kind is dict:
+        for key, item in value.items():
+            yield from not_plain(key, f"a key of {path}")
+            yield from not_plain(item, f"{path}[{key!r}]")
+    elif kind in (list, tuple, set):
+        for number, item in enumerate(value):
+            yield from not_plain(item, f"{path}[{number}]")
+    elif kind not in _LEAVES:
+        yield f"{path} is a {kind.__module__}.{kind.__qualname__}"
 
 
 # The keys of torchdata 0.11. What it keeps besides is the same in every state of a stream, or

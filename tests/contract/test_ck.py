@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -14,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from phaseloop import Compile, Hook, ModelOptions, Order, Task, Trainer
+from phaseloop import Compile, ConfigError, Hook, ModelOptions, Order, Task, Trainer
 from phaseloop.engine.checkpoint import local, store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError
+from phaseloop.engine.run_folder import RunFolder
 from phaseloop.hooks.average import Average
+from phaseloop.hooks.checkpoint import Checkpoint
+from phaseloop.hooks.tensorboard import TensorBoard
 from tests.rigs import equal, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
-from tests.rigs.probes import Scripted
+from tests.rigs.probes import Scripted, SlowWrites
 from tests.rigs.r1 import At
 
 KILLED = -signal.SIGKILL
@@ -161,6 +166,147 @@ def test_ck_a_stopped_in_tests_again_and_again(tmp_path: Path) -> None:
     assert go(folder, **options).code == 0
     assert len(store.Store(folder / "checkpoints").names()) == 1
     assert_eq(undisturbed(**options), folder)
+
+
+# --- in the background ---
+
+
+def all_of(folder: Path) -> dict[str, store.Saved]:
+    checkpoints = store.Store(folder / "checkpoints")
+    return {name: store.verified(checkpoints.folder / name) for name in checkpoints.names()}
+
+
+def test_ck_a_what_is_written_is_the_state_as_it_was(tmp_path: Path) -> None:
+    """Training goes on while it is written: every checkpoint is the one made without a hurry."""
+    options: dict[str, Any] = {"test": True, "optimizer_name": "adam", "augment": True}
+    save = {"every_updates": 2, "keep_last": 99, "keep_best": 2, "metric": "test/accuracy"}
+    slow = SlowWrites()
+    hooks: dict[str, Hook] = {"slow": slow, "average": Average(decay=0.5), "count": r1.Counter()}
+    r1.train(tmp_path / "slow", save=save, hooks=hooks, **options)
+    made = [store.position(name)[0] for name in slow.written]
+    assert any(now > then for then, now in zip(made, slow.updates, strict=True))
+    hooks = {"average": Average(decay=0.5), "count": r1.Counter()}
+    r1.train(tmp_path / "calm", save={**save, "background": False}, hooks=hooks, **options)
+    there, wanted = all_of(tmp_path / "slow"), all_of(tmp_path / "calm")
+    assert list(there) == list(wanted) and {*there} <= {*slow.written}
+    for name in wanted:
+        files = [side[name].path / MODEL for side in (there, wanted)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        states = [equal.state_of(side[name]) for side in (there, wanted)]
+        assert list(equal.differ("state", *states)) == []
+
+
+def test_ck_a_one_save_is_in_flight_and_the_next_one_waits(tmp_path: Path) -> None:
+    folder, slow = tmp_path / "run", SlowWrites(0.03)
+    save = {"every_updates": 1, "every_epochs": None, "keep_last": 99}
+    r1.train(folder, save=save, hooks={"slow": slow}, epochs=1)
+    assert slow.at_once == 1
+    made = [store.position(name) for name in slow.written]
+    assert made == [*((n, 1) for n in range(1, 11)), (10, 2)]
+    costs = [line for line in lines_of(folder) if line.get("event") == "save"]
+    assert [line["checkpoint"] for line in costs] == slow.written
+    there = all_of(folder)
+    for cost in costs:
+        assert cost["seconds"] >= slow.seconds
+        if cost["checkpoint"] in there:  # the first of the two at update 10 is not kept
+            manifest = there[cost["checkpoint"]].manifest
+            assert cost["update"] == manifest["updates"]
+            assert cost["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
+    # Steps take a tenth of it, so each save but the first waits for most of the one before.
+    assert sum(cost["stall"] for cost in costs) > 5 * slow.seconds
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ck_a_what_a_save_costs_is_in_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    hooks: dict[str, Hook] = {"tensorboard": TensorBoard()}
+    r1.train(folder, save={"every_updates": 3, "keep_last": 99}, hooks=hooks)
+    for saved in all_of(folder).values():
+        state = equal.state_of(saved)
+        assert "stall" not in repr(state["recorder"]) + repr(state["hooks"])
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in ("bytes", "stall", "seconds"):
+        points = [point.step for point in events.Scalars(f"save/{name}")]
+        assert list(dict.fromkeys(points)) == [store.position(name)[0] for name in all_of(folder)]
+
+
+def test_ck_a_killed_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save = {"every_updates": 3, "every_epochs": None}
+    hooks: dict[str, Hook] = {"slow": SlowWrites(0.3)}
+    # The save after update 9 waits for the one after 6; then two updates are quickly made.
+    ended = go(folder, At("on_step", 10, in_flight=True), hooks=hooks, save=save)
+    assert ended.code == KILLED
+    assert newest(folder).manifest["updates"] == 6
+    # What was in flight is not counted: this is where the run stood, as far as anyone can go on.
+    status = RunFolder(folder).status()
+    assert (status["status"], status["updates"]) == ("running", 6)
+    assert go(folder, save=save).code == 0
+    assert_eq(undisturbed(save=save), folder)
+
+
+def fail_to_write(path: Path, part: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def arm_failure() -> None:
+    store._write_part = fail_to_write
+
+
+class SettleAt(Hook):
+    """Behind the checkpoint hook: waits for the save, so that the next step sees its end."""
+
+    order = Order.CHECKPOINT
+    saves = True  # only so may it stand behind the checkpoint hook
+
+    def on_step(self, task: Task) -> None:
+        task.writer.settle()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_ck_c_an_error_of_a_save_ends_the_run_at_the_next_step(
+    tmp_path: Path, background: bool
+) -> None:
+    folder = tmp_path / "run"
+    save = {"every_updates": 3, "every_epochs": None, "background": background}
+    hooks = {"arm": ArmAt(12, arm_failure), "settle": SettleAt()}
+    ended = go(folder, hooks=hooks, save=save)
+    assert ended.code == 1
+    assert "CheckpointError" in ended.output and "update_000000012-1" in ended.output
+    assert "No space left" in ended.output
+    made = [line["update"] for line in r1.lines(probe_of(folder), "update")]
+    assert made[-1] == (13 if background else 12)
+    assert RunFolder(folder).status()["status"] == "failed"
+    assert newest(folder).manifest["updates"] == 9
+    assert go(folder, save=save).code == 0
+    assert_eq(undisturbed(save=save), folder)
+
+
+@pytest.mark.parametrize("failing", [10, 30], ids=["before a phase's end", "the last save"])
+def test_ck_c_no_run_is_finished_before_all_is_on_disk(tmp_path: Path, failing: int) -> None:
+    folder = tmp_path / "run"
+    hooks = {"arm": ArmAt(failing, arm_failure), "slow": SlowWrites(0.2)}
+    ended = go(folder, hooks=hooks, save={"every_epochs": 1}, epochs=3 if failing == 30 else 1)
+    assert ended.code == 1
+    assert "CheckpointError" in ended.output
+    assert RunFolder(folder).status()["status"] == "failed"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ck_a_tests_and_workers_start_while_a_save_is_in_flight(
+    tmp_path: Path, workers: int
+) -> None:
+    """A process forked in the middle of a save waits for nothing that the thread holds."""
+    folder, hooks = tmp_path / "run", {"slow": SlowWrites(0.1)}
+    options: dict[str, Any] = {"test": True, "workers": workers, "augment": True, "epochs": 2}
+    save = {"every_updates": 1, "keep_last": 2}
+    ended = go(folder, hooks=hooks, save=save, **options)
+    assert ended.code == 0, ended.output
+    assert_eq(undisturbed(save=save, **options), folder)
 
 
 # --- CK-b: damage ---
@@ -419,6 +565,38 @@ def test_ck_d_only_what_the_run_wrote_is_removed(tmp_path: Path) -> None:
     assert go(folder, save={"every_updates": 3, "every_epochs": None}).code == 0
     assert newest(folder).manifest["updates"] == 30
     assert sorted(os.listdir(checkpoints)) == ["notes", copied.name, newest(folder).path.name]
+
+
+@pytest.mark.parametrize("kill_at", [None, 11, 13, 22])
+def test_ck_d_every_n_th_is_kept_for_ever(tmp_path: Path, kill_at: int | None) -> None:
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {
+        "test": True,
+        "save": {"every_updates": 4, "keep_every_updates": 12, "keep_every_epochs": 2},
+    }
+    if kill_at is not None:
+        assert go(folder, At("on_step", kill_at), **options).code == KILLED
+    assert go(folder, **options).code == 0
+    # Updates 12 and 24, the second epoch's end, and the newest; of each the last save.
+    names = store.Store(folder / "checkpoints").names()
+    assert [store.position(name)[0] for name in names] == [12, 20, 24, 30]
+    assert store.position(names[1]) == (20, 3)  # at the update, at the epoch's end, after the test
+    assert_eq(undisturbed(**options), folder)
+
+
+@pytest.mark.parametrize(
+    ("save", "says"),
+    [
+        ({"keep_every_updates": 5}, "every_updates, which is null"),
+        ({"keep_every_updates": 5, "every_updates": 2}, "every_updates, which is 2"),
+        ({"keep_every_epochs": 3, "every_epochs": 2}, "every_epochs, which is 2"),
+        ({"keep_every_epochs": 0}, "0 is less than 1"),
+    ],
+)
+def test_ck_d_what_is_never_saved_cannot_be_kept(save: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        Checkpoint(**save)
+    assert error.value.key.startswith("hooks.checkpoint.keep_every_")
 
 
 # --- CK-e: the folder is moved ---

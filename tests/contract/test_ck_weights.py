@@ -25,6 +25,7 @@ from phaseloop import (
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.hooks.average import Average
+from phaseloop.tools.export import export
 from phaseloop.tools.run import DONE
 from phaseloop.tools.run import run as run_here
 from tests.rigs import cli, equal, process, r1
@@ -183,6 +184,26 @@ def test_from_a_run_and_its_checkpoints(pretrained: Path) -> None:
     ):
         task = started(weights, model=r1.network(5))
         assert list(equal.differ("model", states[name], task.bare_model.state_dict())) == []
+
+
+def test_from_a_run_whose_checkpoints_lie_elsewhere(tmp_path: Path) -> None:
+    """By the URL of all of them, of one, and of a file."""
+    url = f"memory://{tmp_path.name}"
+    r1.train(tmp_path / "run", epochs=1, run={"checkpoints": url})
+    saved = next(store.Store(url).whole())
+    trained = store.load(saved, MODEL)
+    for path in (url, str(saved.path), f"{saved.path}/{MODEL}"):
+        task = started(path, model=r1.network(5))
+        assert list(equal.differ("model", trained, task.bare_model.state_dict())) == []
+    for path in (url, str(saved.path)):
+        export(path, tmp_path / "m.pt", force=True)
+        load_weights(model := r1.network(5), str(tmp_path / "m.pt"))
+        assert list(equal.differ("model", dict(trained), dict(model.state_dict()))) == []
+    with pytest.raises(ConfigError, match=r"memory://nowhere cannot be read"):
+        started("memory://nowhere")
+    with pytest.raises(ConfigError, match=r"storage_options: are for a URL"):
+        r1.make_task(None, run={"storage_options": {"anon": True}}, weights="here.pt")
+    r1.make_task(None, run={"storage_options": {"anon": True}}, weights="memory://a/b.pt")
 
 
 def test_from_the_averages_of_a_run(pretrained: Path) -> None:

@@ -13,11 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import Data, Hook, NoBatchError, Order, Outcome, Task, Trainer
+from phaseloop import (
+    ConfigError,
+    Data,
+    Hook,
+    NoBatchError,
+    NonFiniteError,
+    Order,
+    Outcome,
+    Task,
+    Trainer,
+)
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.run_folder import RunFolder
+from phaseloop.hooks.crash import Crash
 from tests.rigs import process, r1
-from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
+from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
+from tests.rigs.probes import SlowWrites
 
 AT = 13
 """The update that breaks."""
@@ -235,6 +247,188 @@ def test_exc_a_a_refused_start_leaves_the_status_of_the_run_before(tmp_path: Pat
     with pytest.raises(Exception, match=r"optimizer\.lr: 0\.1 -> 0\.2"):
         train(folder, {}, config={"optimizer": {"lr": 0.2}})
     assert status(folder) == before
+
+
+# --- an error between two steps loses no update; a report of it is left ---
+
+
+class Corrupt(r1.Samples):
+    """One sample cannot be read while the file ``flag`` is not there: the user mends it."""
+
+    def __init__(self, index: int, flag: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.index, self.flag = index, flag
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.index and not self.flag.exists():
+            raise ValueError("the text of it")
+        return super().__getitem__(index)
+
+
+def corrupt(flag: Path, update: int, place: int = 0, workers: int = 0) -> Data:
+    """R1's data, augmented, in which a sample of this update cannot be read."""
+    ids = r1.lines(probe_of(reference(augment=True)), "update")[update - 1]["ids"]
+    samples = Corrupt(ids[place], flag, augment=True)
+    return Data(samples, r1.BATCH, workers=workers, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("update", "place", "workers", "saved"),
+    [
+        (7, 0, 0, 6),
+        (7, 0, 2, 6),
+        (7, 1, 0, 6),
+        (7, 2, 0, 5),  # in the second micro-batch: the window is open, and the state half-moved
+        (6, 0, 0, 5),  # nothing has moved since the last save
+        (1, 0, 0, 0),
+    ],
+)
+def test_exc_a_a_sample_that_cannot_be_read_loses_no_update(
+    tmp_path: Path, update: int, place: int, workers: int, saved: int
+) -> None:
+    folder, flag = tmp_path / "run", tmp_path / "mended"
+    data = corrupt(flag, update, place, workers)
+    with pytest.raises(ValueError, match="the text of it"):
+        train(folder, {}, train=data)
+    there = store.Store(folder / "checkpoints").names()
+    assert [store.position(name)[0] for name in there] == ([saved] if saved else [])
+    log = (folder / "log.txt").read_text()
+    assert ("nothing is lost" in log) == (saved == 6)
+    assert status(folder)["status"] == "failed"
+
+    flag.touch()
+    assert train(folder, {}, train=data).status == "finished"
+    made = [line["update"] for line in r1.lines(probe_of(folder), "update")]
+    if saved == update - 1:
+        assert made == list(range(1, 31))  # none was made twice
+    options = {"augment": True, "data": {"micro_batch_size": 2}, "workers": workers}
+    assert_eq(undisturbed(save={"every_updates": 5, "every_epochs": None}, **options), folder)
+
+
+def test_exc_a_in_a_test_too(tmp_path: Path) -> None:
+    folder, flag = tmp_path / "run", tmp_path / "mended"
+    options: dict[str, Any] = {"phases": {"test_every_updates": 7}}
+
+    def train_with_it() -> Outcome:
+        task = r1.make_task(folder, test=True, **options)
+        task.test_data["test"] = Data(Corrupt(5, flag, count=r1.TEST_SAMPLES), r1.BATCH)
+        hooks = r1.make_hooks(probe_of(folder), {"every_epochs": None})
+        return Trainer(task, hooks).train()
+
+    with pytest.raises(ValueError, match="the text of it"):
+        train_with_it()
+    assert newest(folder).manifest["updates"] == 7
+    flag.touch()
+    assert train_with_it().status == "finished"
+    made = [line["update"] for line in r1.lines(probe_of(folder), "update")]
+    assert made == list(range(1, 31))
+    assert_eq(undisturbed(test=True, **options), folder)
+
+
+class Refuse(Hook):
+    """Finds something wrong with the state before it is saved."""
+
+    def on_start(self, task: Task) -> None:
+        def check(_: Task) -> None:
+            if task.progress.updates == 6:
+                raise NonFiniteError("found by the test")
+
+        task.before_save.append(check)
+
+
+def test_exc_a_a_state_that_is_refused_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="the text of it"):
+        train(folder, {"refuse": Refuse()}, train=corrupt(tmp_path / "mended", 7))
+    assert newest(folder).manifest["updates"] == 5
+    assert "found by the test" in caplog.text and "nothing is lost" not in caplog.text
+
+
+def reports(folder: Path) -> dict[str, dict[str, Any]]:
+    """By the name of their folder."""
+    found = sorted(folder.glob("crash/*/report.json"))
+    return {path.parent.name: json.loads(path.read_text()) for path in found}
+
+
+def test_exc_a_a_report_says_what_happened_and_where(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for _ in range(2):  # the second is in the same place, and does not overwrite the first
+        hooks = {"crash": Crash(weights=True), "broken": r1.At("on_backward", 12, "raise")}
+        with pytest.raises(r1.ToldError):
+            train(folder, hooks)
+    found = reports(folder)
+    assert list(found) == ["update_000000012", "update_000000012.2"]
+    ids = r1.lines(probe_of(reference()), "update")[12]["ids"]
+    for name, report in found.items():
+        assert report["error"] == "ToldError" and report["text"] == "on_backward at 12"
+        assert "Traceback" in report["traceback"] and "in at" in report["traceback"]
+        place = [report[key] for key in ("phase", "epoch", "updates", "batch_of_phase", "rank")]
+        assert place == ["train", 2, 12, 2, 0]
+        assert report["batches"] == [{"indices": ids, "sources": None, "weight": r1.BATCH}]
+        assert report["between_steps"] is False
+        weights = torch.load(folder / "crash" / name / "weights.pt", weights_only=True)
+        r1.network().load_state_dict(weights)
+        assert len(list((folder / "crash" / name).iterdir())) == 2
+    # It is no checkpoint, and nothing takes it for one.
+    assert newest(folder).manifest["updates"] == 10
+    with pytest.raises(ConfigError, match="crash"):
+        train(folder, {}, run={"resume": str(folder / "crash" / "update_000000012")})
+    assert train(folder, {"crash": Crash()}).status == "finished"
+    assert_eq(undisturbed(), folder)
+
+
+def test_exc_a_a_report_between_two_steps_names_no_batch(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the text of it"):
+        train(tmp_path / "run", {"crash": Crash()}, train=corrupt(tmp_path / "mended", 7))
+    (report,) = reports(tmp_path / "run").values()
+    assert report["batches"] == [] and report["between_steps"] is True
+    assert report["updates"] == 6
+
+
+def test_exc_a_a_report_of_a_window_names_all_its_samples(tmp_path: Path) -> None:
+    class Step:
+        takes = "window"
+
+        def __call__(self, task: Task) -> None:
+            for batch in task.window():
+                task.backward(task.criterion(task.forward(batch.input), batch.target))
+            raise ValueError("at its end")
+
+    with pytest.raises(ValueError, match="at its end"):
+        train(
+            tmp_path / "run", {"crash": Crash()},
+            train_step=Step(), data={"micro_batch_size": 2},
+        )  # fmt: skip
+    (report,) = reports(tmp_path / "run").values()
+    ids = r1.lines(probe_of(reference()), "update")[0]["ids"]
+    assert [batch["indices"] for batch in report["batches"]] == [ids[:2], ids[2:]]
+
+
+def test_exc_a_no_report_where_the_user_left_or_the_configuration_is_wrong(tmp_path: Path) -> None:
+    class Wrong(Hook):
+        def on_start(self, task: Task) -> None:
+            raise ConfigError("hooks.wrong", "is wrong")
+
+    for number, (hook, error) in enumerate(
+        [
+            (Wrong(), ConfigError),
+            (BadHook(Fuse(KeyboardInterrupt, 3), "on_step"), KeyboardInterrupt),
+        ]
+    ):
+        with pytest.raises(error):
+            train(tmp_path / str(number), {"crash": Crash(), "hook": hook})
+        assert not (tmp_path / str(number) / "crash").exists()
+
+
+def test_exc_a_an_error_waits_for_the_save_in_flight(tmp_path: Path) -> None:
+    folder, slow = tmp_path / "run", SlowWrites(0.2)
+    hooks = {"slow": slow, "broken": r1.At("on_step", 11, "raise", in_flight=True)}
+    with pytest.raises(r1.ToldError):
+        train(folder, hooks)
+    assert newest(folder).manifest["updates"] == 10
+    assert "saved update_000000010-1" in (folder / "log.txt").read_text()
 
 
 # --- EXC-c: errors while ending ---

@@ -19,6 +19,7 @@ from phaseloop import Data, Hook, Order, Task, Trainer
 from phaseloop.engine.checkpoint import contents, store
 from tests.rigs import process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, reference, undisturbed
+from tests.rigs.probes import SlowWrites
 from tests.rigs.r1 import At
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -343,9 +344,10 @@ class Twice(Hook):
     order = Order.CHECKPOINT
     saves = True  # only so may it stand behind the checkpoint hook
 
-    def __init__(self, event: str, pause: float) -> None:
+    def __init__(self, event: str, pause: float, in_flight: bool = False) -> None:
         self.event = event
         self.pause = pause
+        self.in_flight = in_flight
 
     def on_backward(self, task: Task) -> None:
         self._interrupt("on_backward", task)
@@ -356,6 +358,8 @@ class Twice(Hook):
     def _interrupt(self, event: str, task: Task) -> None:
         if event == self.event and task.progress.updates >= 12:
             self.event = ""
+            if not self.in_flight:
+                task.writer.settle()
             for _ in range(2):
                 os.kill(os.getpid(), INT)
                 time.sleep(self.pause)
@@ -375,6 +379,42 @@ def test_sig_c_ctrl_c_twice_leaves_at_once(tmp_path: Path, event: str) -> None:
     status = (folder / "status.json").read_text()
     assert "KeyboardInterrupt" in status and '"failed"' in status
     finished(folder, **options)
+
+
+class SlowFrom(SlowWrites):
+    """Writing takes that long from the save after update ``updates`` on."""
+
+    def __init__(self, updates: int, seconds: float) -> None:
+        super().__init__(0.0)
+        self.begins = updates
+        self.later = seconds
+
+    def on_step(self, task: Task) -> None:
+        if task.progress.updates == self.begins:
+            task.writer.settle()
+            self.seconds = self.later
+
+
+def test_sig_c_ctrl_c_twice_does_not_wait_for_a_save(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save": {"every_updates": 5, "keep_last": 9}}
+    folder = tmp_path / "run"
+    hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "twice": Twice("on_backward", 0.0, True)}
+    running = process.start(r1.train, folder, probe_of(folder), hooks=hooks, **options)
+    ended = running.wait(limit=30.0)  # half of what the save takes
+    assert ended.code == 1
+    assert "KeyboardInterrupt" in ended.output
+    assert newest(folder).manifest["updates"] == 5
+    finished(folder, **options)
+
+
+def test_sig_a_no_border_is_reached_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save": {"every_updates": 5}, "run": {"grace": 0.2}}
+    folder = tmp_path / "run"
+    hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "stuck": Stuck()}
+    running = process.start(r1.train, folder, probe_of(folder), hooks=hooks, **options)
+    assert running.wait(limit=30.0).code == 128 + TERM
+    assert newest(folder).manifest["updates"] == 5
+    finished(folder, save={"every_updates": 5})
 
 
 def test_sig_c_ctrl_c_again_later_is_patient(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ from tests.crash.scenario import Result, play, scenarios
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 when nothing differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
-    parser.add_argument("--kills", type=int, default=int(os.environ.get("CRASH_KILLS", "300")))
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("CRASH_SEED", "0")))
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="scenarios at a time")
     parser.add_argument("--again", metavar="JSON", help="one scenario, as a failure prints it")
     parser.add_argument("--part", metavar="FILE", help=argparse.SUPPRESS)
-    words = parser.parse_args()
+    words = parser.parse_args(arguments)
     if words.again:
         return _again(json.loads(words.again))
     if words.part:

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from phaseloop import (
     register_train_step,
 )
 from tests.crash import faulty_fs
-from tests.rigs import r1
+from tests.rigs import r1, streams
 
 faulty_fs.install_as_told()
 
@@ -51,6 +52,47 @@ class CrashData(r1.Samples):
         if self.seconds:
             time.sleep(self.seconds)
         return super().__getitem__(index)
+
+
+class _Slow:
+    """Takes its time over each sample of a stream."""
+
+    seconds: float
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = super().__iter__()  # type: ignore[misc]
+        return iterator if not self.seconds else _SlowIterator(iterator, self.seconds)
+
+
+class _SlowIterator(Iterator[Any]):
+    def __init__(self, iterator: Any, seconds: float) -> None:
+        self.iterator = iterator
+        self.seconds = seconds
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(iterator, name):
+                setattr(self, name, getattr(iterator, name))
+
+    def __next__(self) -> Any:
+        time.sleep(self.seconds)
+        return next(self.iterator)
+
+
+@register_dataset("crash_stream")
+class CrashStream(_Slow, streams.Stateful):
+    """A stream of R1's samples that keeps its state itself."""
+
+    def __init__(self, count: int = 20, augment: bool = False, seconds: float = 0.0) -> None:
+        super().__init__(count, augment)
+        self.seconds = seconds
+
+
+@register_dataset("crash_buffered")
+class CrashBuffered(_Slow, streams.Buffered):
+    """A stream of R1's samples, shuffled, that keeps its state in its iterator."""
+
+    def __init__(self, count: int = 20, augment: bool = False, seconds: float = 0.0) -> None:
+        super().__init__(count, augment)
+        self.seconds = seconds
 
 
 @register_model("crash_model")
@@ -147,14 +189,20 @@ class BlowUp(Hook):
 
 @register_hook("crash_clock")
 class Clock(Hook):
-    """The time of day jumps: an hour back after update 3, a day forward after update 7."""
+    """The time of day jumps: an hour back after update 3, a day forward after update 7.
+
+    Args:
+        start: seconds that it is off from the beginning.
+    """
 
     only_watches = True
     order = Order.DEFAULT
 
+    def __init__(self, start: float = 0.0) -> None:
+        self._jumped = start
+
     def on_start(self, task: Task) -> None:
         self._time = time.time
-        self._jumped = 0.0
         time.time = lambda: self._time() + self._jumped
 
     def on_step(self, task: Task) -> None:

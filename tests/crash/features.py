@@ -16,7 +16,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("float32", "bfloat16", "float16", "float64"),
     "pieces": ("whole", "micro 3", "micro 2", "accumulate 2"),
     "workers": (0, 0, 0, 2),
-    "data": ("plain", "mix", "balanced", "weighted", "limit", "sizes", "ordered"),
+    "data": (
+        "plain",
+        "mix",
+        "balanced",
+        "weighted",
+        "limit",
+        "sizes",
+        "ordered",
+        "stream",
+        "buffered",
+    ),
     "augment": (False, True),
     "noise": (False, True),
     "test": ("none", "epochs", "updates", "half", "start", "two sets"),
@@ -32,11 +42,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "log_every": (1, 3),
     "tensorboard": (False, False, True),
     "clock": (False, False, False, True),
+    "background": (True, True, False),
+    "keep_every": (False, False, True),
     "every_updates": (2, 1, 3, 5, None),
     "keep_last": (1, 2, 3),
     "keep_best": (0, 1, 2),
     "length": ("epochs", "updates", "part"),
 }
+
+
+STREAMS = {"stream": "crash_stream", "buffered": "crash_buffered"}
 
 
 def drawn(random: Random) -> dict[str, Any]:
@@ -52,6 +67,11 @@ def settled(f: dict[str, Any]) -> dict[str, Any]:
     def leave_out(*names: str) -> None:
         f.update({name: plain[name] for name in names})
 
+    if f["data"] in STREAMS:  # of unknown length: the whole run has one, and no fraction of it
+        leave_out("stages", "roll_back")
+        f["length"] = "updates"
+        f["test"] = "epochs" if f["test"] == "half" else f["test"]
+        f["norm"] = "norm" if f["norm"] == "precise" else f["norm"]
     if f["optimizer"] == "closure":  # takes whole batches, has a step of its own, and no scaler
         leave_out("pieces", "step", "skip", "roll_back", "schedule")
         f["precision"] = "float32" if f["precision"] == "float16" else f["precision"]
@@ -149,6 +169,9 @@ def _train(f: dict[str, Any], seconds: float) -> dict[str, Any]:
         data["limit"] = 0.8
     elif f["data"] == "sizes":
         data["batch_size"] = {1: BATCH, 2: 7}
+    elif f["data"] in STREAMS:
+        dataset["name"] = STREAMS[f["data"]]
+        data["shuffle"] = False
     elif f["data"] == "ordered":
         data["shuffle"] = False
     if f["noise"]:
@@ -220,6 +243,8 @@ def _hooks(f: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": {
             "every_updates": f["every_updates"],
             "keep_last": f["keep_last"],
+            "background": f["background"],
+            **({"keep_every_updates": 2} if f["keep_every"] and f["every_updates"] else {}),
             **({"keep_best": f["keep_best"], "metric": "test/loss"} if f["keep_best"] else {}),
         },
     }

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.crash import command, features, scenario
+from tests.crash.__main__ import main
 from tests.crash.scenario import play, scenarios
 from tests.rigs import equal
 
@@ -31,13 +32,20 @@ def come_out_equal(given: dict[str, Any], true: bool = False) -> scenario.Result
     return result
 
 
-@settings(
-    max_examples=12, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(scenarios(most=3))
-def test_res_o_a_dozen_scenarios(given: dict[str, Any]) -> None:
-    come_out_equal(given)
+@pytest.mark.parametrize("part", range(4))
+def test_res_o_a_dozen_scenarios(part: int) -> None:
+    """Three in each part; a part is a test of its own so that several processes share them."""
+
+    @seed(part)
+    @settings(
+        max_examples=3, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), derandomize=False,
+    )  # fmt: skip
+    @given(scenarios(most=3))
+    def three(given: dict[str, Any]) -> None:
+        come_out_equal(given)
+
+    three()
 
 
 def test_res_n_true_command_lines(tmp_path: Path) -> None:
@@ -60,11 +68,9 @@ def test_a_scenario_is_what_its_generator_makes_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CRASH_KILLS" not in os.environ, reason="make test-crash sets CRASH_KILLS")
-def test_res_o_hundreds_of_kills() -> None:
-    from tests.crash.__main__ import main
-
-    assert main() == 0
+def test_res_o_many_scenarios() -> None:
+    """As many kills as ``CRASH_KILLS`` says, by default fifty."""
+    assert main(["--kills", os.environ.get("CRASH_KILLS", "50")]) == 0
 
 
 # --- the harness itself ---
@@ -73,8 +79,8 @@ def test_res_o_hundreds_of_kills() -> None:
 def test_the_harness_sees_a_difference(tmp_path: Path) -> None:
     """Of two runs of which one has another seed, nearly everything differs."""
     given = features.config(features.settled({"test": "epochs", "average": "ema"}))
-    for name, seed in (("a", 0), ("b", 1)):
-        folder = command.lay_out(tmp_path / name, {**given, "seed": seed})
+    for name, number in (("a", 0), ("b", 1)):
+        folder = command.lay_out(tmp_path / name, {**given, "seed": number})
         assert command.run(folder)[0] == 0
     found = list(equal.differences(tmp_path / "a" / "run", tmp_path / "b" / "run"))
     places = {line.split(":")[0].split(".")[0].split(" ")[0] for line in found}

@@ -8,7 +8,10 @@ import pytest
 
 import phaseloop.hooks
 from phaseloop.engine import registry
+from phaseloop.engine.checkpoint import compare
 from phaseloop.engine.checkpoint.compare import forbidden_changes
+from phaseloop.engine.config import schema
+from phaseloop.engine.config.defaults import defaults
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -105,3 +108,58 @@ def test_a_hook_that_declares_nothing_is_taken_to_change_the_training() -> None:
         changes = forbidden_changes({"hooks": {}}, {"hooks": {entry.name: {}}})
         may = watches or entry.name in ("early_stop", "checkpoint", "non_finite", "fit_memory")
         assert (changes == []) is may, entry.name
+
+
+# --- a checkpoint of an earlier version, or of a later one ---
+
+STAGES = {
+    "phases": [{"name": "warm", "epochs": 1, "new": 3}, {"name": "main", "epochs": 2, "new": 4}]
+}
+STAGE_DEFAULTS = {"phases": [{"name": "warm", "new": 3}, {"name": "main", "new": 3}]}
+
+
+@pytest.mark.parametrize(
+    ("now", "defaults", "changes"),
+    [
+        ({"new": None}, {"new": None}, []),
+        ({"new": 2}, {"new": None}, ["new: absent -> 2"]),
+        ({"new": None}, {}, ["new: absent -> None"]),  # a component's: nobody knows its default
+        ({"new": {"a": 1}}, {"new": {"a": 1}}, []),
+        ({"data": {"train": {"new": 0}}}, {"data": {"train": {"new": 0}}}, []),
+        ({"data": {"train": {"new": 1}}}, {"data": {"train": {"new": 0}}},
+         ["data.train.new: absent -> 1"]),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_checkpoint_does_not_know_stood_at_its_default(
+    now: dict[str, Any], defaults: dict[str, Any], changes: list[str]
+) -> None:
+    assert forbidden_changes({"data": {"train": {}}}, {"data": {"train": {}}, **now}, defaults) == (
+        changes
+    )
+
+
+def test_so_do_keys_of_stages() -> None:
+    before = {"phases": [{"name": "warm", "epochs": 1}, {"name": "main", "epochs": 2}]}
+    assert forbidden_changes(before, STAGES, STAGE_DEFAULTS) == ["phases.main.new: absent -> 4"]
+
+
+def test_a_key_that_was_given_up_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forbidden_changes({"old": 1}, {}) == ["old: 1 -> absent"]
+    monkeypatch.setattr(compare, "GONE", {"old": 1})
+    assert forbidden_changes({"old": 1}, {}) == []
+    assert forbidden_changes({"old": 2}, {}) == ["old: 2 -> absent"]
+
+
+def test_the_defaults_of_a_configuration() -> None:
+    config = {
+        "model": {"name": "m"},
+        "phases": [{"name": "a", "epochs": 1}],
+        "data": {"test": {"one": {"dataset": {"name": "d"}, "batch_size": 2, "workers": 3}}},
+    }
+    found = defaults(schema.check(config))
+    assert found["seed"] == 0 and found["run"]["grace"] == 8.0
+    assert found["phases"][0]["name"] == "a" and found["phases"][0]["repeat"] == 1
+    assert found["phases"][0]["epochs"] is None
+    assert found["data"]["test"]["one"]["workers"] == 0
+    assert found["data"]["train"] is None
+    assert "model" not in found and "batch_size" not in found["data"]["test"]["one"]

@@ -107,8 +107,8 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     )
     assert "but: list" in refusal(Net(), saved(tmp_path, [torch.zeros(1)]))
     assert "cannot be read" in refusal(Net(), "memory://nowhere/at.all")
-    assert "cannot be read" in refusal(Net(), "nosuch://place/file.pt")
-    assert "is more than one place" in refusal(Net(), "reference://a::memory://b")
+    assert "is no protocol that fsspec knows" in refusal(Net(), "nosuch://place/file.pt")
+    assert "chains protocols" in refusal(Net(), "reference::memory://b")
     assert "holds no whole checkpoint" in refusal(Net(), str(tmp_path))
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,3 +255,17 @@ def test_old_files_stay(tmp_path):
     hooks = {"tensorboard": TensorBoard(), "checkpoint": Checkpoint()}
     Trainer(r1.make_task(folder, epochs=2), hooks).train()
     assert set(first) < set(files(folder))
+
+
+def test_files_of_a_clock_that_was_set_back_since_stand_before_ours(tmp_path: Path) -> None:
+    """In their order, and after what is older than they; twice, as if it were set back again."""
+    now = int(time.time())
+    for second in (now - 100, now + 50, now + 3600):
+        (tmp_path / f"events.out.tfevents.{second:010d}.host.7.0").touch()
+    inodes = [p.stat().st_ino for p in sorted(tmp_path.iterdir())]
+    for _ in range(2):
+        tensorboard._make_older(tmp_path)
+        (tmp_path / f"events.out.tfevents.{now + 500:010d}.host.7.0").touch()
+        there = sorted(tmp_path.iterdir())
+        assert [p.stat().st_ino for p in there[:3]] == inodes
+        assert all(p.name < f"events.out.tfevents.{now + 10:010d}" for p in there[:3])

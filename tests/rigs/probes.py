@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from phaseloop import Hook, Order, Task
+from phaseloop.engine.checkpoint import store
 
 
 class RecordingSGD(torch.optim.SGD):
@@ -158,3 +160,41 @@ class ModeProbe(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.seen.append((self.training, torch.is_grad_enabled(), dtype))
         return x
+
+
+class SlowWrites(Hook):
+    """Checkpoints take ``seconds`` longer to write while the run lasts.
+
+    Attributes:
+        at_once: how many were being written at the same time, at most.
+        written: the names, in the order in which they came to disk.
+        updates: ``progress.updates`` at those moments.
+    """
+
+    order = Order.SYNC_METERS
+    only_watches = True
+
+    def __init__(self, seconds: float = 0.05) -> None:
+        self.seconds = seconds
+        self.at_once = 0
+        self.written: list[str] = []
+        self.updates: list[int] = []
+
+    def on_start(self, task: Task) -> None:
+        self._write = write = store.Store.write
+        now: list[str] = []
+
+        def slow(this: store.Store, name: str, *args: Any) -> store.Saved:
+            now.append(name)
+            self.at_once = max(self.at_once, len(now))
+            time.sleep(self.seconds)
+            saved = write(this, name, *args)
+            now.remove(name)
+            self.written.append(name)
+            self.updates.append(task.progress.updates)
+            return saved
+
+        store.Store.write = slow  # type: ignore[method-assign]
+
+    def on_end(self, task: Task, outcome: Any) -> None:
+        store.Store.write = self._write  # type: ignore[method-assign]

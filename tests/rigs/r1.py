@@ -141,7 +141,7 @@ def make_task(
     optimizer_name: str = "sgd",
     augment: bool = False,
     workers: int = 0,
-    test: bool | Sequence[str] = False,
+    test: bool | Sequence[str] | Mapping[str, Data] = False,
     data: Mapping[str, Any] | None = None,
     phases: Mapping[str, Any] | Sequence[Stage] | None = None,
     run: Mapping[str, Any] | None = None,
@@ -153,7 +153,7 @@ def make_task(
     Args:
         folder: the run's folder.
         test: with a test set, or with several of these names, tested at each epoch's end unless
-            ``phases`` says otherwise; each next one has one sample more.
+            ``phases`` says otherwise; each next one has one sample more. Or the sets themselves.
         data, phases, run: further options of the training data, the phases and the run; phases
             may be a list of stages.
         options: further options of the task; a schedule may be a :class:`Plan`.
@@ -170,10 +170,14 @@ def make_task(
         "train_meters": {"accuracy": Accuracy()},
     }
     if test:
-        settings["test"] = {
-            name: Data(Samples(TEST_SAMPLES + more, augment), BATCH, workers=workers)
-            for more, name in enumerate(["test"] if test is True else test)
-        }
+        settings["test"] = (
+            test
+            if isinstance(test, Mapping)
+            else {
+                name: Data(Samples(TEST_SAMPLES + more, augment), BATCH, workers=workers)
+                for more, name in enumerate(["test"] if test is True else test)
+            }
+        )
         settings["test_meters"] = {"accuracy": Accuracy()}
     place = None if folder is None else str(folder)
     settings["run"] = Run(dir=place, threads=1, **{"log_every": 1, **(run or {})})

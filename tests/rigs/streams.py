@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from phaseloop import Data
+from phaseloop import Data, register_dataset
 from tests.rigs import r1
 
 
@@ -51,6 +50,7 @@ class Stream(IterableDataset[Any]):
             yield self.samples[index]
 
 
+@register_dataset("r1_stream")
 class Stateful(Stream):
     """The same, which says where it stands: begins there once, and goes on from the start."""
 
@@ -100,6 +100,7 @@ class _Buffer(Iterator[Any]):
         self.rest, self.buffer = state["rest"], state["buffer"]
 
 
+@register_dataset("r1_one_pass")
 class OnePass(Stream):
     """Gives its samples once."""
 
@@ -134,10 +135,10 @@ class Slow(Stateful):
 
     def __iter__(self) -> Iterator[Any]:
         for sample in super().__iter__():
-            if self.epoch == self.slow_epoch and self.position == self.at + 1:
-                if not self.mark.exists():
-                    self.mark.touch()
-                    time.sleep(60)
+            here = self.epoch == self.slow_epoch and self.position == self.at + 1
+            if here and not self.mark.exists():
+                self.mark.touch()
+                time.sleep(60)
             yield sample
 
 
@@ -154,8 +155,3 @@ KINDS: dict[str, type[Stream]] = {"plain": Stream, "stateful": Stateful, "buffer
 def data(kind: str, workers: int = 0, augment: bool = True, **options: Any) -> Data:
     """A stream as training data, in batches of 4."""
     return Data(KINDS[kind](augment=augment), r1.BATCH, workers=workers, **options)
-
-
-def endless() -> Iterator[int]:
-    """Numbers."""
-    return itertools.count()

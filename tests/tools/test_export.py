@@ -116,6 +116,11 @@ def test_what_was_tested_is_exported(tmp_path: Path, monkeypatch: Any, capsys: A
         capsys.readouterr()
         assert run([name, f"{name}.safetensors"]) == DONE
         assert f"exported    {kind} of {name}/checkpoints/update_" in capsys.readouterr().out
+    far = f"memory://{tmp_path.name}"  # the run's folder knows where its checkpoints lie
+    assert train([*words, "run.dir=far", f"run.checkpoints={far}"]) == DONE
+    capsys.readouterr()
+    assert run(["far", "far.pt"]) == DONE
+    assert f"exported    raw weights of {far}/update_" in capsys.readouterr().out
 
 
 class Shared(nn.Module):
