@@ -44,6 +44,12 @@ class RunFolder:
     ) -> None:
         self.path = path.absolute()
         self._checkpoints = None if checkpoints is None else place(checkpoints, options)
+        self._key = "run.dir"
+        self._beside: RunFolder | None = None
+        if isinstance(self._checkpoints, Path) and self.checkpoints != self.path:
+            # Another run folder may name the same place, and its lock says nothing of that.
+            self._beside = RunFolder(self._checkpoints)
+            self._beside._key = "run.checkpoints"
         self._lock: IO[bytes] | None = None
         self._handler: logging.Handler | None = None
 
@@ -79,9 +85,11 @@ class RunFolder:
     def open(self) -> None:
         """Make the folder and take its lock; a dead process holds none.
 
+        A folder of checkpoints that is not in it has a lock of its own.
+
         Raises:
             ConfigError: the path is a file, or cannot be made or written.
-            InUseError: another process trains in this folder.
+            InUseError: another process trains in this folder, or saves to that one.
         """
         try:
             # Whoever had the folder may have put it aside since it was opened here.
@@ -90,7 +98,13 @@ class RunFolder:
                 self._take()
         except OSError as error:
             self.close()
-            raise ConfigError("run.dir", f"{self.path} cannot be used: {error.strerror}") from None
+            raise ConfigError(self._key, f"{self.path} cannot be used: {error.strerror}") from None
+        if self._beside is not None:
+            try:
+                self._beside.open()
+            except BaseException:
+                self.close()
+                raise
 
     def _take(self) -> None:
         """Lock the file that is there now, and write down who has it."""
@@ -105,7 +119,7 @@ class RunFolder:
             self.close()
             raise InUseError(
                 f"another process ({holder or 'unknown'}) is training in {self.path}; "
-                f"wait for it, or use another run.dir"
+                f"wait for it, or use another {self._key}"
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
@@ -125,6 +139,8 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self._beside is not None:
+            self._beside.close()
 
     def status(self) -> dict[str, Any]:
         """What ``status.json`` says; empty when there is none that can be read."""

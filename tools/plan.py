@@ -56,6 +56,8 @@ def _phase_lines(task: Task) -> Iterator[str]:
         yield f"testing     {f'{cadence}, and after the last update' if cadence else 'never'}"
     if options := task.model_options.describe():
         yield f"model       {', '.join(options)}"
+    if task.weights is not None:
+        yield f"weights     at the start from {task.weights.path}"
     yield f"device      {task.device}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
 

@@ -11,6 +11,7 @@ from typing import IO
 
 from phaseloop.engine.checkpoint.names import MANIFEST
 
+LOCK = ".lock"
 _TEMPORARY = ".writing-"
 _REMOVING = ".removing-"
 
@@ -31,12 +32,12 @@ class Local:
         self.folder = folder
 
     def exists(self) -> bool:
-        """There is a folder, empty or not."""
+        """There is a folder, if only an empty one; one that was made for its lock is none."""
         try:
             os.stat(self.folder)
         except FileNotFoundError:
             return False
-        return True
+        return self.entries() != [LOCK]
 
     def take(self, owner: str) -> None:
         """Nothing to do: the lock of the run's folder says who writes here."""

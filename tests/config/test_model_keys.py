@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import phaseloop.tools.jobs  # noqa: F401 registers steps and hooks
-from phaseloop import Compile, ConfigError, ModelOptions, register_model
+from phaseloop import Compile, ConfigError, ModelOptions, Weights, register_model
 from phaseloop.engine import registry
 from phaseloop.engine.config.build import build
 from phaseloop.engine.config.compose import compose
@@ -64,6 +64,12 @@ def test_from_yaml_to_the_task(here):
         ("model.channels_last=2", "model.channels_last: 2 is not bool"),
         ("model.checkpoint=features", "model.checkpoint: 'features' is not a list"),
         ("model.checkpoint=[1]", "model.checkpoint.0: 1 is not str"),
+        ("model.weights=3", "model.weights: 3 is not str or a mapping of add_prefix, allow"),
+        ("model.weights={pth: a.pt}", "model.weights.pth: there is no such key. Did you mean 'pat"),
+        ("model.weights={at: model}", "model.weights.path: a value is needed"),
+        ("model.weights={path: a.pt, allow: head}", "model.weights.allow: 'head' is not a list"),
+        ("model.weights={path: a.pt, include: []}", "model.weights.include: nothing would be load"),
+        ("model.weights='zip::s3://a/b'", "model.weights.path: 'zip::s3://a/b' chains protocols"),
     ],
 )
 def test_mistakes_are_found_before_data_is_read(here, capsys, word, said):
@@ -94,9 +100,21 @@ def test_a_model_with_an_option_of_the_same_name(here, monkeypatch):
     assert made(f"{named}, compile: {{backend: eager}}}}").compiler == Compile("eager")
 
 
+def test_weights_from_yaml_to_the_task(here):
+    task = build(check(compose(["config=tiny", "model.weights=a/b.pt"]).config)).task
+    assert task.weights == Weights("a/b.pt")
+    words = "model.weights={path: a.pt, at: model, allow: ['0.*'], rename: {fc: '3'}}"
+    task = build(check(compose(["config=tiny", words]).config)).task
+    assert task.weights == Weights("a.pt", at="model", allow=["0.*"], rename={"fc": "3"})
+    task = build(check(compose(["config=tiny", "model.weights=null"]).config)).task
+    assert task.weights is None
+
+
 def test_plan_says_what_is_on(here, capsys):
     words = ["model.channels_last=true", "model.checkpoint=['0', '3']", "plan=true"]
+    words.append("model.weights=a.pt")
     assert run_here(["config=tiny", *words]) == DONE
     out = capsys.readouterr().out
     assert "model       channels last, activation checkpointing of 0, 3" in out
+    assert "weights     at the start from a.pt" in out
     assert torch.is_grad_enabled()

@@ -30,6 +30,7 @@ from phaseloop import (
 )
 from phaseloop.hooks.average import Average
 from tests.rigs import r1
+from tests.rigs.equal import newest
 from tests.rigs.probes import watch
 from tests.rigs.r0 import r0, train
 
@@ -286,3 +287,25 @@ def test_mem_a_what_waits_for_a_log_point_is_bounded() -> None:
     values, weights = task.recorder.state_dict()["series"]["loss"]
     assert sum(weights) == n
     assert float(torch.dot(values, torch.tensor(weights).double())) == sum(range(n))
+
+
+def test_mem_a_saving_in_the_background_keeps_one_copy_of_the_state(tmp_path: Path) -> None:
+    """The buffers are those of the save before, and as large as what is written."""
+    seen: list[set[int]] = []
+    sizes: list[int] = []
+
+    def look(task: Task) -> None:
+        buffers = task.writer._snapshot._kept
+        names = {task.bare_model[number].weight.shape for number in (0, 3)}
+        seen.append({b.data_ptr() for b in buffers.values() if b.shape in names})
+        sizes.append(sum(b.untyped_storage().nbytes() for b in buffers.values()))
+
+    saving = watch("on_phase_end", look, Order.CHECKPOINT)
+    type(saving).saves = True  # it does not, but has to come after what does
+    r1.train(tmp_path, epochs=6, hooks={"saving": saving})
+    assert len(seen) == 6
+    # Two weights, and their momentum: the first save makes the buffers, the others use them.
+    assert len(seen[0]) == 4
+    assert all(pointers == seen[0] for pointers in seen)
+    state = newest(tmp_path).manifest["files"]
+    assert len(set(sizes)) == 1 and sizes[0] <= sum(file["bytes"] for file in state.values())

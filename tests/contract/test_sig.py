@@ -396,7 +396,7 @@ class SlowFrom(SlowWrites):
 
 
 def test_sig_c_ctrl_c_twice_does_not_wait_for_a_save(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save": {"every_updates": 5, "keep_last": 9}}
+    options: dict[str, Any] = {"save": {"every_updates": 5, "every_epochs": None}}
     folder = tmp_path / "run"
     hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "twice": Twice("on_backward", 0.0, True)}
     running = process.start(r1.train, folder, probe_of(folder), hooks=hooks, **options)
@@ -408,7 +408,10 @@ def test_sig_c_ctrl_c_twice_does_not_wait_for_a_save(tmp_path: Path) -> None:
 
 
 def test_sig_a_no_border_is_reached_while_a_save_is_in_flight(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save": {"every_updates": 5}, "run": {"grace": 0.2}}
+    options: dict[str, Any] = {
+        "save": {"every_updates": 5, "every_epochs": None},
+        "run": {"grace": 0.2},
+    }
     folder = tmp_path / "run"
     hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "stuck": Stuck()}
     running = process.start(r1.train, folder, probe_of(folder), hooks=hooks, **options)

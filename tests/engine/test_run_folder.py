@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phaseloop.engine.checkpoint import resume
+from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.run_folder import RunFolder, put_aside, replace_text
 from tests.rigs import process
@@ -151,3 +152,23 @@ def test_never_in_a_new_folder_puts_nothing_aside(tmp_path: Path) -> None:
     assert (path / "notes").exists()
     assert os.listdir(tmp_path) == ["run"]
     folder.close()
+
+
+def save_to(path: Path, checkpoints: Path, number: int) -> None:
+    """In another process: take a folder whose checkpoints lie elsewhere, and be ended."""
+    RunFolder(path, str(checkpoints)).open()
+    os.kill(os.getpid(), number)
+
+
+def test_two_run_folders_do_not_save_to_one_folder(tmp_path: Path) -> None:
+    shared = tmp_path / "disk" / "checkpoints"
+    first = RunFolder(tmp_path / "first", str(shared))
+    first.open()
+    said = process.run(save_to, tmp_path / "second", shared, signal.SIGKILL)
+    assert said.code == 1 and f"process {os.getpid()}" in said.output
+    assert str(shared) in said.output and "run.checkpoints" in said.output
+    first.close()
+    assert process.run(save_to, tmp_path / "second", shared, signal.SIGKILL).code < 0
+    assert not Store(shared).exists()  # its lock alone is no trace of a run
+    resume.open_folder(RunFolder(tmp_path / "first", str(shared)), "never")
+    assert sorted(os.listdir(tmp_path)) == ["disk", "first", "second"]

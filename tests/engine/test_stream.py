@@ -128,6 +128,16 @@ def test_reading_leaves_this_process_s_generators_alone() -> None:
     assert r1.draws() == before
 
 
+def test_what_is_drawn_when_a_pass_begins_belongs_to_the_epoch() -> None:
+    orders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made = loader(streams.Buffered(draws_order=True))
+        orders.append([ids(made, epoch) for epoch in (1, 2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
 @pytest.mark.parametrize("kind", streams.KINDS)
 @pytest.mark.parametrize("first", range(11))
 def test_from_any_window_on(kind: str, first: int) -> None:

@@ -24,12 +24,14 @@ from phaseloop import (
     Task,
     Trainer,
 )
+from phaseloop.engine.checkpoint import store
 from phaseloop.engine.data.order import epoch_order
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.train_steps import Alternating
 from tests.rigs import process, r1
 from tests.rigs.equal import assert_eq, probe_of, rows
+from tests.rigs.probes import SlowWrites
 from tests.rigs.r1 import At
 
 BAD = 7
@@ -297,3 +299,23 @@ def test_a_nan_loss_is_a_fault_with_scaled_gradients_too(tmp_path: Path) -> None
     outcome = train(folder, pair_of(17), precision=half)
     assert outcome["updates"] == 30
     assert [event["number"] for event in events(folder)] == [1]
+
+
+def test_a_save_in_flight_is_waited_for(tmp_path: Path) -> None:
+    """The newest checkpoint is that of update 16, also where it is still being written."""
+    folder, slow = tmp_path / "run", SlowWrites(0.2)
+    outcome = process.result(train, folder, pair_of(17), hooks={"slow": slow})
+    assert (outcome["status"], outcome["updates"]) == ("finished", 30)
+    (event,) = events(folder)
+    assert event["to"] == 16
+    numbers = [line["update"] for line in r1.lines(probe_of(folder), "update")]
+    assert numbers[:18] == [*range(1, 17), 16, 17]
+    saves = [row for row in raw_rows(folder) if row.get("event") == "save"]
+    names = [row["checkpoint"] for row in saves]
+    assert len(names) == len(set(names))
+    left = store.Store(folder / "checkpoints").names()
+    assert [store.position(name)[0] for name in left] == [30]
+
+
+def raw_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
