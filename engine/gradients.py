@@ -113,7 +113,7 @@ class _Asked:
                 loss = _evaluate(task, self._closure)
             if task.clips:
                 norm = task.gradient_norm
-                _clip(task)
+                _clip(task, task.stepping)
                 task.gradient_norm = norm
         finally:
             task.loss, task.measuring = first, True
