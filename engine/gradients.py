@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,7 +136,7 @@ def _unscale(task: Task) -> None:
         task.skip_update(reason, *overflowed)
 
 
-def _clip(task: Task, stepping: list[str]) -> None:
+def _clip(task: Task, stepping: Sequence[str]) -> None:
     """Each optimizer's gradients by its own settings: values first, then the norm.
 
     ``gradient_norm`` is the norm in between.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,14 +191,20 @@ def put_aside(path: Path) -> Path:
     return target
 
 
+# The thread that writes checkpoints renews the status too, and two that wrote into one temporary
+# file would leave a mixture. No worker process waits for this lock: none writes such a file.
+_one_at_a_time = threading.Lock()
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a small text file by renaming: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with _one_at_a_time:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 class ConsoleHandler(logging.Handler):

@@ -87,6 +87,7 @@ def settled(f: dict[str, Any]) -> dict[str, Any]:
         f["schedule"] = "none" if f["schedule"] == "plateau" else f["schedule"]
     if f["stages"] != "one":
         leave_out("length")
+        f["schedule"] = "none" if f["schedule"] == "warmup" else f["schedule"]
         f["freeze"] = "none" if f["freeze"] in ("for good", "first") else f["freeze"]
     if f["roll_back"]:  # it goes back to the newest checkpoint, so there has to be one
         f["every_updates"] = f["every_updates"] or 3

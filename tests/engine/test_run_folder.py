@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,28 @@ def test_status_is_whole_or_absent(tmp_path: Path) -> None:
     folder.write_status({"status": "finished"})
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary file stays
+
+
+def test_two_threads_write_the_status(tmp_path: Path) -> None:
+    """As when Ctrl-C comes twice: the writer of checkpoints renews it while the run ends."""
+    folder = RunFolder(tmp_path)
+    errors: list[BaseException] = []
+
+    def write(status: str) -> None:
+        try:
+            for _ in range(200):
+                folder.write_status({"status": status})
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=[word]) for word in ("short", "long" * 300)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if (tmp_path / "status.json").exists():
+            json.loads((tmp_path / "status.json").read_text())
+    assert errors == []
+    assert os.listdir(tmp_path) == ["status.json"]
 
 
 def test_replacing_leaves_the_old_text_when_it_fails(
