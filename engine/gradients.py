@@ -53,7 +53,7 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
         moved = False
     else:
         if task.clips:
-            _clip(task)
+            _clip(task, stepping)
         if task.unset_rates:
             _check_rates(task)
         for name in stepping:
@@ -113,7 +113,7 @@ class _Asked:
                 loss = _evaluate(task, self._closure)
             if task.clips:
                 norm = task.gradient_norm
-                _clip(task)
+                _clip(task, task.stepping)
                 task.gradient_norm = norm
         finally:
             task.loss, task.measuring = first, True
@@ -136,13 +136,16 @@ def _unscale(task: Task) -> None:
         task.skip_update(reason, *overflowed)
 
 
-def _clip(task: Task) -> None:
+def _clip(task: Task, stepping: list[str]) -> None:
     """Each optimizer's gradients by its own settings: values first, then the norm.
 
     ``gradient_norm`` is the norm in between.
+
+    Args:
+        stepping: those that have gradients; of none, torch clips no values, but raises an error.
     """
     norms: list[Tensor] = []
-    for name in task.stepping:
+    for name in stepping:
         settings, parameters = task.clipping[name], task.parameters_of[name]
         if settings.clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
@@ -154,7 +157,7 @@ def _clip(task: Task) -> None:
     if norms:
         task.gradient_norm = norms[0]
         if len(norms) > 1:
-            kinds = {task.clipping[name].norm_type for name in task.stepping}
+            kinds = {task.clipping[name].norm_type for name in stepping}
             p = kinds.pop() if len(kinds) == 1 else 2.0
             task.gradient_norm = torch.linalg.vector_norm(torch.stack(norms), p)
 

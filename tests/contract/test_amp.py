@@ -152,9 +152,9 @@ def test_amp_the_scale_moves_once_an_update_however_often_an_optimizer_steps() -
     assert scale_of(task) == (2048, 0)
 
 
-def pair_task() -> Task:
+def pair_task(**options: Any) -> Task:
     """a sees 1 and inf, b sees 1 and 1."""
-    return pair([(1, 1), (math.inf, 1)], precision=scaled())
+    return pair([(1, 1), (math.inf, 1)], precision=scaled(), **options)
 
 
 def test_amp_two_optimizers_overflow_one_by_one() -> None:
@@ -170,6 +170,15 @@ def test_amp_two_optimizers_overflow_one_by_one() -> None:
         {"event": "skip", "update": 2, "reason": "gradients overflowed at loss scale 1024",
          "optimizer": "a"}
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", [{"clip_value": 0.5}, {"clip_norm": 0.5}])
+def test_amp_what_has_overflowed_is_not_clipped(clip: dict[str, float]) -> None:
+    """It has no gradients any more; b's are 1, twice, and are clipped to a half."""
+    task = pair_task(gradients=Gradients(**clip))
+    assert train(task).updates == 2
+    model = task.bare_model
+    assert (model.a.item(), model.b.item()) == pytest.approx((-0.5, -1), abs=1e-5)
 
 
 def test_amp_what_has_overflowed_is_no_fault_of_the_others() -> None:
