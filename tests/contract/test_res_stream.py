@@ -108,16 +108,18 @@ def test_res_f_a_run_that_ended_inside_a_pass_goes_on_in_it(tmp_path: Path, kind
     ]
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize(("epoch", "at"), [(1, 2), (2, 2), (2, 14)])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_sig_a_while_it_waits_for_a_slow_stream(tmp_path: Path, workers: int, epoch: int) -> None:
-    """The stream stops for a minute at the 15th sample of each reader, in epoch 1 or 2."""
+def test_sig_a_while_it_waits_for_a_slow_stream(
+    tmp_path: Path, workers: int, epoch: int, at: int
+) -> None:
+    """The stream stops for a minute: before update 1, between two epochs, and inside one."""
     made = {}
     for name in ("slow", "quick"):
         mark = tmp_path / name
         if name == "quick":
             mark.touch()
-        stream = streams.Slow(14, mark, epoch, augment=True)
+        stream = streams.Slow(at, mark, epoch, augment=True)
         made[name] = {"train": Data(stream, r1.BATCH, workers=workers)}
     folder, whole = tmp_path / "run", tmp_path / "whole"
     finish(whole, **made["quick"])
