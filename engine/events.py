@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phaseloop.engine.errors import ConfigError, nearest
@@ -98,6 +99,13 @@ class Hook:
         """What has to be in a checkpoint: tensors and plain Python."""
         return {}
 
+    def files(self) -> list[Path]:
+        """Files that :meth:`state_dict` counts on, such as one whose length is in it.
+
+        They are flushed to disk before a checkpoint is.
+        """
+        return []
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; called after ``on_start``."""
 
@@ -170,6 +178,10 @@ class Dispatcher:
         """The states of all hooks that have one, by instance name."""
         states = {name: hook.state_dict() for name, hook in self.hooks.items()}
         return {name: state for name, state in states.items() if state}
+
+    def files(self) -> list[Path]:
+        """The files that the states of all hooks count on."""
+        return [path for hook in self.hooks.values() for path in hook.files()]
 
     def load_state_dict(self, states: dict[str, Any]) -> list[str]:
         """Give each hook its state back; the names in ``states`` that no hook has."""

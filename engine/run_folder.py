@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import yaml
 
+from phaseloop.engine.disk import make_folder
 from phaseloop.engine.errors import ConfigError, InUseError
 from phaseloop.engine.settings import Run
 from phaseloop.engine.urls import Place, known_options, place
@@ -109,7 +110,7 @@ class RunFolder:
 
     def _take(self) -> None:
         """Lock the file that is there now, and write down who has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._lock = lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 held on
         try:
             # lockf and not flock: loader workers, forked later, must not hold it.

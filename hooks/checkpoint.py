@@ -208,7 +208,8 @@ class Checkpoint(Hook):
         try:
             collected = contents.collect(task)
             doomed = self._doomed()
-            save = Save(task.store, name, collected.facts, doomed, _status(task), begun=begun)
+            facts, files, then = collected.facts, collected.files, _status(task)
+            save = Save(task.store, name, facts, files, doomed, then, begun=begun)
             bring = task.writer.begin if self.background else task.writer.write
             bring(save, collected.parts)
         except BaseException:

@@ -48,6 +48,9 @@ class MetricsFile(Hook):
     def state_dict(self) -> dict[str, Any]:
         return {} if self._path is None else {"bytes": self._path.stat().st_size}
 
+    def files(self) -> list[Path]:
+        return [] if self._path is None else [self._path]
+
     def on_step(self, task: Task) -> None:
         if task.recorder.events:
             self._write_events(task, task.recorder.events)

@@ -62,6 +62,11 @@ class TensorBoard(Hook):
             self._writer.flush()
         return {"update": self._update, "scalars": dict(self._scalars)}
 
+    def files(self) -> list[Path]:
+        if self._writer is None:
+            return []
+        return sorted(Path(self._writer.get_logdir()).glob("*.tfevents.*"))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._update, self._scalars = state["update"], dict(state["scalars"])
         if self._writer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.loader_state import loader_state, restore_loaders
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
 from phaseloop.engine.checkpoint.snapshot import compact
+from phaseloop.engine.checkpoint.writer import flush_all
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
 
@@ -42,11 +44,13 @@ class Collected(NamedTuple):
         name: of its folder.
         parts: file name to content: the state itself, which the next step changes.
         facts: what its manifest says beside sizes and checksums.
+        files: what has to be on the disk before it, since its state counts on them.
     """
 
     name: str
     parts: dict[str, Any]
     facts: dict[str, Any]
+    files: list[Path]
 
 
 def save(task: Task) -> store.Saved:
@@ -57,8 +61,9 @@ def save(task: Task) -> store.Saved:
         CheckpointError: it could not be written; the checkpoints before it are untouched.
     """
     task.writer.settle()
-    name, parts, facts = collect(task)
+    name, parts, facts, files = collect(task)
     assert task.store is not None
+    flush_all(files)
     saved = task.store.write(name, compact(parts), facts)
     count(task)
     return saved
@@ -88,7 +93,8 @@ def collect(task: Task) -> Collected:
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
     for part in parts.values():
         check_plain(part)
-    return Collected(store.folder_name(progress.updates, number), parts, _facts(task))
+    name = store.folder_name(progress.updates, number)
+    return Collected(name, parts, _facts(task), task.hooks.files())
 
 
 def count(task: Task) -> None:

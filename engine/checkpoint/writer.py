@@ -11,14 +11,17 @@ cut short is no checkpoint, as after a kill.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine.checkpoint.snapshot import Snapshot, compact
+from phaseloop.engine.disk import flush
 from phaseloop.engine.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class Save:
         store: where it goes.
         name: its name there.
         facts: what its manifest says beside sizes and checksums.
+        files: flushed to disk before it is: what its state counts on.
         doomed: checkpoints that are removed once this one is on disk.
         then: called once it is on disk, before anything is removed.
         stalled: seconds that the training stood still for it.
@@ -51,6 +55,7 @@ class Save:
     store: Store
     name: str
     facts: Mapping[str, Any]
+    files: Sequence[Path] = ()
     doomed: Sequence[str] = ()
     then: Callable[[], None] | None = None
     stalled: float = 0.0
@@ -140,9 +145,17 @@ class Writer:
             pass
 
 
+def flush_all(files: Sequence[Path]) -> None:
+    """Flush files to disk; what is not there any more cannot be counted on anyway."""
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            flush(path)
+
+
 def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
     """Write it; then say so; then remove what is not needed any more. Errors go into ``save``."""
     try:
+        flush_all(save.files)
         save.saved = save.store.write(save.name, parts, save.facts)
         save.seconds = time.perf_counter() - save.begun
         if save.then is not None:

@@ -196,6 +196,18 @@ def test_ck_a_everything_is_on_the_disk_before_it_gets_its_name(anew: Subject) -
         assert not any(".removing-" in path for _, path in after[:flushed])
 
 
+def test_log_a_the_rows_that_a_checkpoint_counts_on_are_on_the_disk_before_it(
+    anew: Subject,
+) -> None:
+    """Its state holds the length of the file, which a power failure could make shorter."""
+    rows = ("fsync", str(anew.whole / "run" / "metrics.jsonl"))
+    told = [(line.split()[0], line.split()[1]) for line in anew.operations]
+    begun = [n for n, (kind, path) in enumerate(told) if kind == "mkdir" and ".writing-" in path]
+    assert len(begun) >= 4
+    for before, at in zip([0, *begun], begun, strict=False):
+        assert rows in told[before:at]
+
+
 def test_ck_a_so_is_the_status(anew: Subject) -> None:
     new, final = (str(anew.whole / "run" / n) for n in (".status.json.new", "status.json"))
     own = [line for line in anew.operations if line.split()[1] in (new, final)]
