@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from phaseloop.engine.checkpoint.names import position
+from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
@@ -30,6 +32,7 @@ class MetricsFile(Hook):
         self.file = file
         self._open: IO[bytes] | None = None
         self._path: Path | None = None
+        self._counted: int | None = None  # bytes that the checkpoint knows of
 
     def on_start(self, task: Task) -> None:
         if task.folder is None or not task.primary:
@@ -41,9 +44,13 @@ class MetricsFile(Hook):
             self._open.truncate(0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._open is not None:
-            size = min(os.fstat(self._open.fileno()).st_size, state["bytes"])
-            self._open.truncate(_whole_lines(self._open.name, size))
+        self._counted = state["bytes"]
+
+    def on_resume(self, task: Task) -> None:
+        name = Path(task.resumed_from).name
+        if self._open is not None and self._counted is not None:
+            self._open.truncate(_end_of_kept(self._open.name, self._counted, name))
+        self._counted = None
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._path is None else {"bytes": self._path.stat().st_size}
@@ -101,11 +108,27 @@ class MetricsFile(Hook):
             raise
 
 
-def _whole_lines(path: str, size: int) -> int:
-    """Bytes of the lines that end within the first ``size``.
+def _end_of_kept(path: str, size: int, checkpoint: str) -> int:
+    """Bytes of the lines that end within the first ``size``, and of what its own save cost.
 
     Where checkpoints lie elsewhere the file may be of another machine's part of the run, whose
-    lines end at other places.
+    lines end at other places. What a save cost is known only after it, and so comes behind what
+    it counts.
     """
     with open(path, "rb") as file:
-        return file.read(size).rfind(b"\n") + 1
+        end = file.read(size).rfind(b"\n") + 1
+        file.seek(end)
+        for line in file:
+            if not _is_save_of(line, checkpoint):
+                break
+            end += len(line)
+    return end
+
+
+def _is_save_of(line: bytes, checkpoint: str) -> bool:
+    """The line tells what it cost to save this checkpoint, or an earlier one."""
+    try:
+        row = json.loads(line)
+        return row.get("event") == "save" and position(row["checkpoint"]) <= position(checkpoint)
+    except (ValueError, KeyError, AttributeError, CheckpointError):
+        return False

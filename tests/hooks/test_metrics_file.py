@@ -2,6 +2,7 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 from phaseloop.hooks.metrics_file import MetricsFile
 from tests.rigs import process, r1
@@ -28,8 +29,29 @@ def test_the_file_of_another_machine_is_cut_at_a_lines_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for count, left in [(0, 0), (1, 0), (len(lines[0]) - 1, 0), (len(lines[0]), 1), (10_000, 9)]:
         path.write_bytes(b"".join(lines))
-        hook = MetricsFile()
-        hook._open = open(path, "ab", buffering=0)  # noqa: SIM115
-        hook.load_state_dict({"bytes": count})
-        hook._open.close()
+        cut(path, count, "update_000000009-1")
         assert path.read_bytes() == b"".join(lines[:left])
+
+
+def cut(path, count, checkpoint):
+    """The file cut back to ``count`` bytes, by a resume from that checkpoint."""
+    hook = MetricsFile()
+    hook._open = open(path, "ab", buffering=0)  # noqa: SIM115
+    hook.load_state_dict({"bytes": count})
+    hook.on_resume(SimpleNamespace(resumed_from=f"checkpoints/{checkpoint}"))
+    hook._open.close()
+
+
+def test_what_the_checkpoints_own_save_cost_stays(tmp_path):
+    """It stands behind the rows that the checkpoint counts, and is known only after them."""
+    own, later = (
+        json.dumps({"event": "save", "update": 3, "checkpoint": f"update_000000003-{n}"}) + "\n"
+        for n in (1, 2)
+    )
+    row, half = '{"update": 3, "loss": 0.5}\n', '{"event": "sa'
+    path = tmp_path / "metrics.jsonl"
+    for behind, stays in [("", ""), (own, own), (own + later, own), (later, ""),
+                          (own + row + own, own), (row + own, ""), (own + half, own)]:  # fmt: skip
+        path.write_text(row + behind)
+        cut(path, len(row), "update_000000003-1")
+        assert path.read_text() == row + stays
