@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,12 +116,12 @@ class ArmAt(Hook):
 @pytest.mark.parametrize(
     ("arm", "left", "background"),
     [
-        (die_before_the_manifest, 12, True),
-        (die_while_removing, 15, True),
-        pytest.param(die_before_sending, 12, True, marks=pytest.mark.slow),
-        pytest.param(die_before_removing, 15, True, marks=pytest.mark.slow),
-        pytest.param(die_before_the_manifest, 12, False, marks=pytest.mark.slow),
-        pytest.param(die_while_removing, 15, False, marks=pytest.mark.slow),
+        (die_before_the_manifest, [12], True),
+        (die_while_removing, [15], True),
+        pytest.param(die_before_sending, [12], True, marks=pytest.mark.slow),
+        pytest.param(die_before_removing, [12, 15], True, marks=pytest.mark.slow),
+        pytest.param(die_before_the_manifest, [12], False, marks=pytest.mark.slow),
+        pytest.param(die_while_removing, [15], False, marks=pytest.mark.slow),
     ],
 )
 def test_ck_a_killed_while_saving(
@@ -128,19 +129,21 @@ def test_ck_a_killed_while_saving(
     server: s3.Server,
     url: str,
     arm: Callable[[Task], None],
-    left: int,
+    left: list[int],
     background: bool,
 ) -> None:
     folder, run = tmp_path / "run", settings(server, url)
     save = {**SAVE, "background": background}
     assert go(folder, run, ArmAt(15, arm), save=save).code == KILLED
     names = checkpoints(server, url).names()
-    assert store.position(names[-1])[0] == left
+    assert [store.position(name)[0] for name in names] == left
 
     ended = go(folder, run, save=save)
     assert ended.code == 0, ended.output
+    cut = arm in (die_before_the_manifest, die_while_removing)
+    assert ("has no manifest.json: removed" in ended.output) == cut
     assert "set_aside" not in ended.output  # what was cut short is no checkpoint, and no damage
-    assert r1.lives(probe_of(folder))[1][0]["update"] == left + 1
+    assert r1.lives(probe_of(folder))[1][0]["update"] == left[-1] + 1
     assert_eq(undisturbed(save=SAVE), finished(server, url, folder))
     last = checkpoints(server, url).names()
     assert len(last) == 1  # the one that was asked for, and nothing else of any
@@ -330,6 +333,18 @@ def test_a_server_that_does_not_answer(server: s3.Server) -> None:
         away.reach("run.checkpoints")
     with pytest.raises(CheckpointError, match="cannot be read now"):
         away.names()
+
+
+def test_a_server_that_falls_silent() -> None:
+    """It takes the connection and says nothing: an error when the time is over, not a hang."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        options = s3.options(mute.getsockname()[1])
+        options["config_kwargs"]["read_timeout"] = 0.2
+        away = store.Store(Url("s3://bucket/a", options))
+        with pytest.raises(
+            ConfigError, match=r"run\.checkpoints: .* cannot be reached.*[Tt]imeout"
+        ):
+            away.reach("run.checkpoints")
 
 
 def test_two_processes_at_one_place(tmp_path: Path, server: s3.Server, url: str) -> None:
