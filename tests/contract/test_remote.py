@@ -20,7 +20,7 @@ from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.urls import Url, place
 from phaseloop.tools.replaying import find
-from phaseloop.tools.run import run
+from phaseloop.tools.run import exit_code, run
 from tests.crash import command
 from tests.rigs import cli, equal, process, r1, s3
 from tests.rigs.equal import assert_eq, probe_of, undisturbed
@@ -335,16 +335,30 @@ def test_a_server_that_does_not_answer(server: s3.Server) -> None:
         away.names()
 
 
+def reach(port: int) -> None:
+    options = s3.options(port)
+    options["config_kwargs"]["read_timeout"] = 0.2
+    store.Store(Url("s3://bucket/a", options)).reach("run.checkpoints")
+
+
 def test_a_server_that_falls_silent() -> None:
     """It takes the connection and says nothing: an error when the time is over, not a hang."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        options = s3.options(mute.getsockname()[1])
-        options["config_kwargs"]["read_timeout"] = 0.2
-        away = store.Store(Url("s3://bucket/a", options))
-        with pytest.raises(
-            ConfigError, match=r"run\.checkpoints: .* cannot be reached.*[Tt]imeout"
-        ):
-            away.reach("run.checkpoints")
+        ended = process.run(reach, mute.getsockname()[1])
+    assert ended.code == 1
+    assert "ConfigError: run.checkpoints: s3://bucket/a cannot be reached" in ended.output
+    assert "Read timeout" in ended.output
+
+
+def test_what_a_network_fails_with_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the tracebacks of all that lies between: those are in ``log.txt``."""
+
+    def job() -> int:
+        raise CheckpointError("s3://bucket/a cannot be written: refused") from OSError("refused")
+
+    assert exit_code(job) == 1
+    shown = "CheckpointError: s3://bucket/a cannot be written: refused\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_two_processes_at_one_place(tmp_path: Path, server: s3.Server, url: str) -> None:
