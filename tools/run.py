@@ -99,11 +99,13 @@ def exit_code(job: Callable[[], int]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return WRONG_CONFIG
     except (DataError, CheckpointError) as error:
-        # Said in a sentence; a traceback only where another error is behind it.
-        if error.__cause__ is not None:
-            traceback.print_exc()
-        else:
+        # Said in a sentence; a traceback only where an error of a program is behind it. Of a disk
+        # or a network it is in log.txt: it shows nothing but the packages that reach them.
+        cause = error.__cause__
+        if cause is None or (isinstance(error, CheckpointError) and isinstance(cause, OSError)):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

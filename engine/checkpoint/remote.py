@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from phaseloop.engine.checkpoint.draws import let_draw_apart
 from phaseloop.engine.checkpoint.names import MANIFEST, is_name
+from phaseloop.engine.checkpoint.silence import end_waiting
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.urls import Url
 
@@ -51,6 +52,7 @@ class Remote:
         options = self.folder.options
         try:
             found = fsspec.core.url_to_fs(str(self.folder), **options)
+            end_waiting(found[0])
         except Exception as error:
             raise ConfigError(
                 "run.storage_options" if options else "run.checkpoints",
@@ -179,7 +181,7 @@ class Remote:
         whole = set(self.entries())
         leftovers = {key.split("/")[0] for key in self._sizes() if "/" in key} - whole
         for name in sorted(filter(is_name, leftovers)):
-            log.info("%s has no %s: removed, an upload was cut short", self.folder / name, MANIFEST)
+            log.info("%s has no %s: removed, it was cut short", self.folder / name, MANIFEST)
             self.remove(name)
 
     # --- what is asked of the file system ---

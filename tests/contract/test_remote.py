@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.urls import Url, place
 from phaseloop.tools.replaying import find
-from phaseloop.tools.run import run
+from phaseloop.tools.run import exit_code, run
+from tests.crash import command
 from tests.rigs import cli, equal, process, r1, s3
 from tests.rigs.equal import assert_eq, probe_of, undisturbed
 from tests.rigs.r1 import At
@@ -27,11 +29,11 @@ from tests.rigs.r1 import At
 pytestmark = pytest.mark.xdist_group("s3")
 
 KILLED = -signal.SIGKILL
-# The training waits for each save, so that it is known which was under way.
-SAVE: dict[str, Any] = {"every_updates": 3, "every_epochs": None, "background": False}
+SAVE: dict[str, Any] = {"every_updates": 3, "every_epochs": None}
+"""In the background; before something is broken off, the save before is waited for."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[s3.Server]:
     found = s3.Server()
     yield found
@@ -107,30 +109,41 @@ class ArmAt(Hook):
 
     def on_step(self, task: Task) -> None:
         if task.progress.updates == self.updates:
+            task.writer.settle()
             self.arm(task)
 
 
 @pytest.mark.parametrize(
-    ("arm", "left"),
+    ("arm", "left", "background"),
     [
-        (die_before_sending, 12),
-        (die_before_the_manifest, 12),
-        (die_before_removing, 15),
-        (die_while_removing, 15),
+        (die_before_the_manifest, [12], True),
+        (die_while_removing, [15], True),
+        pytest.param(die_before_sending, [12], True, marks=pytest.mark.slow),
+        pytest.param(die_before_removing, [12, 15], True, marks=pytest.mark.slow),
+        pytest.param(die_before_the_manifest, [12], False, marks=pytest.mark.slow),
+        pytest.param(die_while_removing, [15], False, marks=pytest.mark.slow),
     ],
 )
 def test_ck_a_killed_while_saving(
-    tmp_path: Path, server: s3.Server, url: str, arm: Callable[[Task], None], left: int
+    tmp_path: Path,
+    server: s3.Server,
+    url: str,
+    arm: Callable[[Task], None],
+    left: list[int],
+    background: bool,
 ) -> None:
     folder, run = tmp_path / "run", settings(server, url)
-    assert go(folder, run, ArmAt(15, arm)).code == KILLED
+    save = {**SAVE, "background": background}
+    assert go(folder, run, ArmAt(15, arm), save=save).code == KILLED
     names = checkpoints(server, url).names()
-    assert store.position(names[-1])[0] == left
+    assert [store.position(name)[0] for name in names] == left
 
-    ended = go(folder, run)
+    ended = go(folder, run, save=save)
     assert ended.code == 0, ended.output
+    cut = arm in (die_before_the_manifest, die_while_removing)
+    assert ("has no manifest.json: removed" in ended.output) == cut
     assert "set_aside" not in ended.output  # what was cut short is no checkpoint, and no damage
-    assert r1.lives(probe_of(folder))[1][0]["update"] == left + 1
+    assert r1.lives(probe_of(folder))[1][0]["update"] == left[-1] + 1
     assert_eq(undisturbed(save=SAVE), finished(server, url, folder))
     last = checkpoints(server, url).names()
     assert len(last) == 1  # the one that was asked for, and nothing else of any
@@ -174,6 +187,7 @@ class CutAt(Hook):
 
     def on_step(self, task: Task) -> None:
         if task.progress.updates == self.updates:
+            task.writer.settle()
             self.told.touch()
             while self.told.exists():
                 time.sleep(0.005)
@@ -211,7 +225,7 @@ def test_ck_c_a_wire_that_is_cut_leaves_the_checkpoint_before(
 def words(server: s3.Server, url: str, *more: str) -> list[str]:
     secrets = f"key: {s3.KEY}, secret: {s3.SECRET}"
     return ["config=tiny", "run.dir=run", f"run.checkpoints={url}", "run.log_every=1",
-            "hooks.checkpoint.background=false", "hooks.tiny_probe.file=probe",
+            "hooks.tiny_probe.file=probe",
             f"run.storage_options={{{secrets}, endpoint_url: 'http://127.0.0.1:{server.port}'}}",
             *more]  # fmt: skip
 
@@ -226,31 +240,30 @@ def test_ck_e_on_another_machine_the_same_command_goes_on(
         run(["config=tiny", "run.dir=run", "run.log_every=1", "hooks.tiny_probe.file=probe"]) == 0
     )
 
-    there = checkpoints(server, url)
+    there, at = tmp_path / "there", checkpoints(server, url)
+    begin = 10  # the newest is the one after the test at the epoch's end, whose row it knows
+    newest = store.folder_name(begin, 2)
     waiting = words(server, url, "hooks.tiny_probe.wait_at=11")
-    running = cli.start(waiting, tmp_path / "there")
-    while not (tmp_path / "there" / "probe.waiting").exists():
-        assert running.poll() is None, running.communicate()
+    running = process.start(command.main, there, waiting, {})
+    while not (there / "probe.waiting").exists() or at.names() != [newest]:
+        assert process.alive(running.pid), running.printed()
         time.sleep(0.01)
-    running.kill()
-    running.communicate()
-    shutil.rmtree(tmp_path / "there" / "run")
-    (tmp_path / "there" / "probe").unlink()
-    begin = store.position(there.names()[-1])[0]
-    assert begin == 10  # an epoch's end
+    running.send(signal.SIGKILL)
+    assert running.wait().code == KILLED
+    shutil.rmtree(there / "run")
+    (there / "probe").unlink()
 
-    again = cli.run(words(server, url), tmp_path / "there")
-    assert again.returncode == 0, again.stderr + again.stdout
-    assert f"holds no logs of this run: they begin after update {begin}" in again.stdout
-    assert f"continuing from {url}/" in again.stdout
-    folder = tmp_path / "there" / "run"
+    again = process.run(command.main, there, words(server, url), {})
+    assert again.code == 0, again.output
+    assert f"holds no logs of this run: they begin after update {begin}" in again.output
+    assert f"continuing from {url}/{newest}" in again.output
+    folder = there / "run"
     rows = equal.rows(tmp_path / "here" / "run")
-    # The newest is the one after the epoch's test, whose row it knows.
     assert equal.rows(folder) == [r for r in rows if r["update"] > begin]
     lines = [(tmp_path / p / "probe").read_text().splitlines() for p in ("here", "there")]
     assert lines[1] == lines[0][begin:]  # rates and draws
     assert not (folder / "checkpoints").exists()
-    last = next(there.whole())
+    last = next(at.whole())
     assert list(equal.differ("model", store.load(equal.newest(tmp_path / "here" / "run"), MODEL),
                              store.load(last, MODEL))) == []  # fmt: skip
 
@@ -259,12 +272,12 @@ def test_ck_e_on_another_machine_the_same_command_goes_on(
     assert config["checkpoints"] == url and s3.SECRET not in json.dumps(config)
     for path in filter(Path.is_file, folder.rglob("*")):
         assert s3.SECRET.encode() not in path.read_bytes(), path
-    assert s3.SECRET not in again.stdout + again.stderr
+    assert s3.SECRET not in again.output
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
     start = find.find_start(find.run_folder(str(folder)), 31, "auto").saved
     assert start is not None and start.path == last.path
-    monkeypatch.chdir(tmp_path / "there")
+    monkeypatch.chdir(there)
     assert run(words(server, url, "only=test", f"weights={last.path}")) == 0
     assert json.loads((folder / "test.json").read_text())["weights"] == last.path.name
 
@@ -305,11 +318,10 @@ def test_a_url_is_the_start_of_another_run(tmp_path: Path, server: s3.Server, ur
 def test_a_bucket_that_is_not_there(tmp_path: Path, server: s3.Server) -> None:
     cli.folder(tmp_path)
     marker = tmp_path / "read"
-    ended = cli.run(
-        words(server, "s3://no-such-bucket/a", f"data.train.dataset.marker={marker}"), tmp_path
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert "run.checkpoints: s3://no-such-bucket/a cannot be reached" in ended.stderr
+    asked = words(server, "s3://no-such-bucket/a", f"data.train.dataset.marker={marker}")
+    ended = process.run(command.main, tmp_path, asked, {})
+    assert ended.code == 2, ended.output
+    assert "run.checkpoints: s3://no-such-bucket/a cannot be reached" in ended.output
     assert not marker.exists()
 
 
@@ -321,6 +333,32 @@ def test_a_server_that_does_not_answer(server: s3.Server) -> None:
         away.reach("run.checkpoints")
     with pytest.raises(CheckpointError, match="cannot be read now"):
         away.names()
+
+
+def reach(port: int) -> None:
+    options = s3.options(port)
+    options["config_kwargs"]["read_timeout"] = 0.2
+    store.Store(Url("s3://bucket/a", options)).reach("run.checkpoints")
+
+
+def test_a_server_that_falls_silent() -> None:
+    """It takes the connection and says nothing: an error when the time is over, not a hang."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        ended = process.run(reach, mute.getsockname()[1])
+    assert ended.code == 1
+    assert "ConfigError: run.checkpoints: s3://bucket/a cannot be reached" in ended.output
+    assert "Read timeout" in ended.output
+
+
+def test_what_a_network_fails_with_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the tracebacks of all that lies between: those are in ``log.txt``."""
+
+    def job() -> int:
+        raise CheckpointError("s3://bucket/a cannot be written: refused") from OSError("refused")
+
+    assert exit_code(job) == 1
+    shown = "CheckpointError: s3://bucket/a cannot be written: refused\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_two_processes_at_one_place(tmp_path: Path, server: s3.Server, url: str) -> None:
