@@ -96,7 +96,11 @@ class Writer:
         self._thread = threading.Thread(
             target=self._run, args=(save, copied), name="phaseloop-writer", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread to give
+            self._thread = self._flight = None
+            raise _failure(save, error) from error
         save.stalled += time.perf_counter() - save.begun
 
     def write(self, save: Save, parts: Mapping[str, Any]) -> None:
@@ -135,9 +139,11 @@ class Writer:
     def _run(self, save: Save, parts: Mapping[str, Any]) -> None:
         try:
             _bring_to_disk(save, parts)
-            self.over = True
         except _GivenUp:
-            pass
+            return
+        except BaseException as error:  # asyncio's CancelledError, of a file system's package
+            save.error = _failure(save, error)
+        self.over = True
 
 
 def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
@@ -152,8 +158,11 @@ def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
     except CheckpointError as error:
         save.error = error
     except Exception as error:
-        when = "could not be written" if save.saved is None else "is whole, but what follows failed"
-        save.error = CheckpointError(
-            f"checkpoint {save.name} {when}: {type(error).__name__}: {error}"
-        )
-        save.error.__cause__ = error
+        save.error = _failure(save, error)
+
+
+def _failure(save: Save, error: BaseException) -> CheckpointError:
+    when = "could not be written" if save.saved is None else "is whole, but what follows failed"
+    failure = CheckpointError(f"checkpoint {save.name} {when}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

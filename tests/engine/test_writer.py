@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -130,6 +131,37 @@ def test_an_error_of_another_kind_names_the_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{save.name} {text}.*ValueError: why") as error:
             save.check()
         assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_an_error_that_is_no_exception_is_told_too(tmp_path: Path) -> None:
+    """asyncio's, when the loop of a file system's package ends."""
+
+    class Cancelled(Store):
+        def write(self, *_: Any) -> Any:
+            raise asyncio.CancelledError("the loop is gone")
+
+    writer, save = Writer(), Save(Cancelled(tmp_path), folder_name(1, 1), {})
+    writer.begin(save, {})
+    writer.settle()
+    assert writer.over and writer.wait() is save
+    with pytest.raises(CheckpointError, match="could not be written: CancelledError: the loop"):
+        save.check()
+
+
+def test_without_a_thread_nothing_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = Writer()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="can't start new"):
+        patch.setattr(threading.Thread, "start", refuse)
+        writer.begin(a_save(tmp_path), {"model.pt": {}})
+    assert writer.settle() is None and writer.wait() is None
+    writer.begin(a_save(tmp_path), {"model.pt": {"w": torch.ones(2)}})
+    writer.wait()
+    assert weights(tmp_path).tolist() == [1, 1]
 
 
 def test_a_save_that_is_given_up_is_no_checkpoint(
