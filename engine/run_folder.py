@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -108,7 +109,7 @@ class RunFolder:
 
     def _take(self) -> None:
         """Lock the file that is there now, and write down who has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        _make(self.path)
         self._lock = lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 held on
         try:
             # lockf and not flock: loader workers, forked later, must not hold it.
@@ -181,6 +182,15 @@ class RunFolder:
             self._handler = None
 
 
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, and bring their names to the disk."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(new):
+        with contextlib.suppress(PermissionError):  # it may be written, and not be read
+            flush_folder(one.parent)
+
+
 def put_aside(path: Path) -> Path:
     """Rename an old run's folder to ``NAME.old-1`` (or the next free number); its new path."""
     number = 1
@@ -198,6 +208,15 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def flush_folder(path: Path) -> None:
+    """Bring to the disk which names are in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class ConsoleHandler(logging.Handler):

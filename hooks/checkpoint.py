@@ -197,6 +197,11 @@ class Checkpoint(Hook):
     def _save(self, task: Task) -> None:
         if task.store is None:
             return
+        with task.signals.no_limit():
+            self._bring(task)
+
+    def _bring(self, task: Task) -> None:
+        assert task.store is not None
         begun = time.perf_counter()
         self._tell(task)  # one save is in flight: what is waited for it, this one costs
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
@@ -222,7 +227,9 @@ class Checkpoint(Hook):
 
     def _finish(self, task: Task) -> None:
         """Wait for the save in flight, which costs that time, and say what came of it."""
-        since, save = time.perf_counter(), task.writer.settle()
+        since = time.perf_counter()
+        with task.signals.no_limit():
+            save = task.writer.settle()
         if save is not None:
             save.stalled += time.perf_counter() - since
         self._tell(task)

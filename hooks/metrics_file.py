@@ -1,6 +1,7 @@
 """Hook ``metrics_file``: every row as a line of JSON in ``metrics.jsonl``."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -9,7 +10,10 @@ from typing import IO, Any
 
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.run_folder import flush_folder
 from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
 
 
 @register_hook("metrics_file", default=True)
@@ -17,7 +21,8 @@ class MetricsFile(Hook):
     """One line per log point, one per phase end, one per event such as a skipped update or a save.
 
     A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
-    update is in it once, whatever happened in between. NaN and infinities are written as strings.
+    update is in it once, whatever happened in between. What a checkpoint counts on is flushed to
+    the disk before the checkpoint is written. NaN and infinities are written as strings.
 
     Args:
         file: its name in the run's folder.
@@ -37,13 +42,19 @@ class MetricsFile(Hook):
         self._path = Path(task.folder.path) / self.file
         # Unbuffered, so that a whole line is in the file or none of it.
         self._open = open(self._path, "ab", buffering=0)  # noqa: SIM115 held while the run lasts
+        flush_folder(self._path.parent)  # its name, which may be new
+        task.before_save.append(self._flush)
         if not task.resumed_here:
             self._open.truncate(0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._open is not None:
-            size = min(os.fstat(self._open.fileno()).st_size, state["bytes"])
-            self._open.truncate(_whole_lines(self._open.name, size))
+        if self._open is None:
+            return
+        there, counted = os.fstat(self._open.fileno()).st_size, state["bytes"]
+        if 0 < there < counted:  # none at all: another machine's, and that is said elsewhere
+            log.warning("%s lacks rows from before the checkpoint: it has %d bytes, and had %d",
+                        self._path, there, counted)  # fmt: skip
+        self._open.truncate(_whole_lines(self._open.name, min(there, counted)))
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._path is None else {"bytes": self._path.stat().st_size}
@@ -65,6 +76,10 @@ class MetricsFile(Hook):
             self._write_events(task, task.recorder.waiting)
             self._open.close()
             self._open = None
+
+    def _flush(self, task: Task) -> None:
+        if self._open is not None:
+            os.fsync(self._open.fileno())
 
     def _write_events(self, task: Task, events: list[dict[str, Any]]) -> None:
         for event in events:

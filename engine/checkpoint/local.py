@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from phaseloop.engine.checkpoint.names import MANIFEST
+from phaseloop.engine.run_folder import flush_folder
 
 LOCK = ".lock"
 _TEMPORARY = ".writing-"
@@ -89,10 +90,10 @@ class Local:
         """
         with self.create(name, MANIFEST) as opened:
             opened.write(manifest)
-        _flush_folder(self._draft(name))
+        flush_folder(self._draft(name))
         os.rename(self._draft(name), self.folder / name)
         try:
-            _flush_folder(self.folder)
+            flush_folder(self.folder)
         except OSError:
             # Whether the disk has it is not known, and the caller is told that it failed.
             os.rename(self.folder / name, self._draft(name))
@@ -128,7 +129,7 @@ class Local:
             os.rename(self.folder / name, doomed)
         except FileNotFoundError:
             return
-        _flush_folder(self.folder)  # the name is gone before the contents are
+        flush_folder(self.folder)  # the name is gone before the contents are
         remove(doomed)
 
     def clean(self) -> None:
@@ -143,7 +144,7 @@ class Local:
     def _make(self) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _flush_folder(self.folder.parent)
+            flush_folder(self.folder.parent)
 
 
 def remove(path: Path) -> None:
@@ -161,11 +162,3 @@ def _listed(path: Path) -> list[str]:
             return sorted(entry.name for entry in entries)
     except FileNotFoundError:
         return []
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

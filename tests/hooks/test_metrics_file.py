@@ -1,11 +1,15 @@
 """Hook ``metrics_file``: each update once, whatever interrupted the run."""
 
 import json
+import logging
+import os
 import signal
 
+from phaseloop import Trainer
+from phaseloop.engine.checkpoint import store
 from phaseloop.hooks.metrics_file import MetricsFile
 from tests.rigs import process, r1
-from tests.rigs.equal import rows
+from tests.rigs.equal import rows, state_of
 
 
 def test_stopped_then_killed_each_update_is_there_once(tmp_path):
@@ -33,3 +37,39 @@ def test_the_file_of_another_machine_is_cut_at_a_lines_end(tmp_path):
         hook.load_state_dict({"bytes": count})
         hook._open.close()
         assert path.read_bytes() == b"".join(lines[:left])
+
+
+def test_rows_that_a_checkpoint_counts_on_are_on_the_disk_before_it(tmp_path, monkeypatch):
+    """A kill does not show it: after a power failure the rows would be gone, and none says so."""
+    folder, flushed = tmp_path / "new" / "run", []
+    fsync = os.fsync
+
+    def noted(file):
+        flushed.append((os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save = {"every_updates": 4, "every_epochs": None, "keep_last": 9}
+    Trainer(r1.make_task(folder, epochs=1), r1.make_hooks(None, save)).train()
+    paths = [path for path, _ in flushed]
+    assert {str(tmp_path), str(folder.parent), str(folder)} <= set(paths)  # their names, too
+    checkpoints = store.Store(folder / "checkpoints")
+    assert len(checkpoints.names()) == 3
+    for name in checkpoints.names():
+        counted = state_of(store.verified(folder / "checkpoints" / name))["hooks"]["metrics_file"]
+        before = flushed[: paths.index(str(folder / f"checkpoints/.writing-{name}/model.pt"))]
+        sizes = [size for path, size in before if path == str(folder / "metrics.jsonl")]
+        assert sizes and sizes[-1] >= counted["bytes"] > 0
+
+
+def test_lost_rows_are_told(tmp_path, caplog):
+    def train(epochs):
+        with caplog.at_level(logging.WARNING):
+            Trainer(r1.make_task(tmp_path, epochs=epochs), r1.make_hooks()).train()
+
+    train(1)
+    train(2)
+    assert "lacks rows" not in caplog.text
+    os.truncate(tmp_path / "metrics.jsonl", 300)
+    train(3)
+    assert "metrics.jsonl lacks rows from before the checkpoint: it has 300 bytes" in caplog.text
