@@ -260,6 +260,8 @@ class Checkpoint(Hook):
 
     def _is_for_ever(self, task: Task) -> bool:
         progress = task.progress
+        if not progress.updates:  # after a test at the start
+            return False
         epochs, updates = self.keep_every_epochs, self.keep_every_updates
         by_epochs = epochs is not None and not progress.epoch_open and progress.epoch % epochs == 0
         return by_epochs or (updates is not None and progress.updates % updates == 0)

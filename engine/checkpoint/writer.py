@@ -11,6 +11,7 @@ cut short is no checkpoint, as after a kill.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 import time
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 """Seconds that a save which is given up gets to leave the file it is writing."""
+
+_PATIENCE_AT_EXIT = 10.0
+"""And once more before the interpreter ends, where the disk takes longer over one block."""
 
 
 class _GivenUp(BaseException):
@@ -135,6 +139,8 @@ class Writer:
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_GivenUp)
             )
             thread.join(_PATIENCE)
+            if thread.is_alive():
+                atexit.register(thread.join, _PATIENCE_AT_EXIT)
 
     def _run(self, save: Save, parts: Mapping[str, Any]) -> None:
         try:

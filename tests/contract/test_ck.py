@@ -584,6 +584,19 @@ def test_ck_d_every_n_th_is_kept_for_ever(tmp_path: Path, kill_at: int | None) -
     assert_eq(undisturbed(**options), folder)
 
 
+def test_ck_d_what_is_saved_before_update_1_is_not_kept_for_ever(tmp_path: Path) -> None:
+    """After a test at the start: 0 is a multiple of everything, and the end of no epoch."""
+    options: dict[str, Any] = {
+        "test": True,
+        "epochs": 2,
+        "phases": {"test_at_start": True},
+        "save": {"every_updates": 10, "keep_every_updates": 10, "keep_every_epochs": 1},
+    }
+    assert go(tmp_path, **options).code == 0
+    names = store.Store(tmp_path / "checkpoints").names()
+    assert [store.position(name)[0] for name in names] == [10, 20]
+
+
 @pytest.mark.parametrize(
     ("save", "says"),
     [

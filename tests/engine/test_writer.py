@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -204,3 +206,37 @@ def test_the_thread_ends_with_the_process() -> None:
     assert started.wait(30)
     assert writer._thread is not None and writer._thread.daemon
     writer.settle()
+
+
+SLOW_DISK = """
+import io, sys, tempfile, threading, time, torch
+from pathlib import Path
+from phaseloop.engine.checkpoint import local
+from phaseloop.engine.checkpoint.store import Store, folder_name
+from phaseloop.engine.checkpoint.writer import Save, Writer
+
+begun = threading.Event()
+
+class Slow(io.FileIO):
+    def write(self, data):
+        begun.set()
+        time.sleep(2.0)
+        return super().write(data)
+
+local.open = lambda path, mode: Slow(path, "w")
+writer = Writer()
+save = Save(Store(Path(sys.argv[1])), folder_name(1, 1), {})
+writer.begin(save, {"model.pt": {"w": torch.zeros(3_000_000)}})
+begun.wait()
+writer.give_up()
+sys.exit(130)
+"""
+
+
+def test_a_process_ends_well_though_the_disk_is_slow_over_a_block(tmp_path: Path) -> None:
+    """The thread is inside torch.save, in C++: an interpreter that ends around it crashes."""
+    command = [sys.executable, "-c", SLOW_DISK, str(tmp_path / "checkpoints")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 130, ended.stderr
+    checkpoints = Store(tmp_path / "checkpoints")
+    assert checkpoints.names() == []
