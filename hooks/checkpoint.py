@@ -133,11 +133,13 @@ class Checkpoint(Hook):
         if isinstance(error, KeyboardInterrupt):
             task.writer.give_up()  # at once: the checkpoints before it stand
             return
-        self._finish(task)
-        if task.failed_whole and task.changed and task.store is not None:
-            self._save(task)
+        try:
             self._finish(task)
-            log.info("nothing is lost: all %d updates are saved", task.progress.updates)
+        finally:  # where that failed, what it held is still there
+            if task.failed_whole and task.changed and task.store is not None:
+                self._save(task)
+                self._finish(task)
+                log.info("nothing is lost: all %d updates are saved", task.progress.updates)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -245,7 +247,7 @@ class Checkpoint(Hook):
             return
         gone = set(save.doomed)
         if save.saved is None:
-            gone = {save.name}
+            gone, task.changed = {save.name}, True
         else:
             log.info(
                 "saved %s (%.1f MB; the training stood still for %.3f s, on disk after %.3f s)",

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from phaseloop import (
     Trainer,
 )
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.hooks.crash import Crash
 from tests.rigs import process, r1
@@ -369,6 +372,28 @@ def test_exc_a_draws_of_a_move_to_the_device_that_broke_off_are_made_again(
     assert newest(folder).manifest["updates"] == 6
     assert process.result(train_drawing, folder, flag, signal_it) == "finished"
     assert_eq(whole, folder)
+
+
+def test_exc_a_a_save_that_failed_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is whole and still there, and the disk may have room again."""
+    folder, write, failed = tmp_path / "run", store.Store.write, threading.Event()
+
+    def fail_once(this: store.Store, name: str, *args: Any) -> store.Saved:
+        if name == "update_000000005-1" and not failed.is_set():
+            time.sleep(0.5)  # until the sample cannot be read
+            failed.set()
+            raise CheckpointError("no space, for now")
+        return write(this, name, *args)
+
+    monkeypatch.setattr(store.Store, "write", fail_once)
+    with pytest.raises(ValueError, match="the text of it"):
+        train(folder, {}, train=corrupt(tmp_path / "mended", 6))
+    assert failed.is_set()
+    assert newest(folder).path.name == "update_000000005-2"
+    log = (folder / "log.txt").read_text()
+    assert "no space, for now" in log and "nothing is lost" in log
 
 
 class Refuse(Hook):
