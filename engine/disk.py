@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -19,13 +20,18 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, parents: bool = True) -> None:
     """Make a folder, and those above it, each with its name on the disk.
+
+    Args:
+        path: the folder.
+        parents: False: those above it have to be there.
 
     Raises:
         OSError: it cannot be made.
     """
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=parents, exist_ok=True)
     for folder in new:
-        flush(folder.parent)
+        with contextlib.suppress(PermissionError):  # it may be written, and not be read
+            flush(folder.parent)

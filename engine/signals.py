@@ -13,12 +13,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 log = logging.getLogger("phaseloop")
 
 _ANSWER = b"\nstopping at the next border; Ctrl-C twice within a second leaves at once, unsaved\n"
+_LOOK = 0.05  # seconds between two looks at whether a save is over
 _AT_ONCE = 1.0  # a second Ctrl-C within this many seconds does not wait for a border
 
 
@@ -39,11 +41,15 @@ class Signals:
     Attributes:
         received: number of the first signal, or None.
         waiting: the run waits for data and may be interrupted; set around the wait.
+        saving: the run saves, or waits for a save: at a border, so without a time limit, which
+            begins anew when that is over.
     """
 
     def __init__(self, grace: float = 8.0) -> None:
         self.received: int | None = None
         self.waiting = False
+        self.saving = False
+        self._at_border = False
         self._grace = grace
         self._previous: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
@@ -69,8 +75,18 @@ class Signals:
 
     def reached_border(self) -> None:
         """The run has stopped where it can be saved: what is left has no time limit."""
+        self._at_border = True
         if self._timer is not None:
             self._timer.cancel()
+
+    @contextlib.contextmanager
+    def no_limit(self) -> Iterator[None]:
+        """While the run saves, or waits for a save."""
+        self.saving = True
+        try:
+            yield
+        finally:
+            self.saving = False
 
     def name(self) -> str:
         """Name of the signal received, such as ``SIGTERM``."""
@@ -103,12 +119,18 @@ class Signals:
         self._last_interrupt = now
 
     def _start_timer(self, number: int) -> None:
-        if self._timer is None:
+        if self._timer is None and not self._at_border:
             self._timer = threading.Timer(self._grace, self._leave, [number])
             self._timer.daemon = True
             self._timer.start()
 
     def _leave(self, number: int) -> None:
+        while self.saving:
+            while self.saving:
+                time.sleep(_LOOK)
+            time.sleep(self._grace)
+        if self._at_border:
+            return
         log.error(
             "no border was reached %g s after %s (run.grace): leaving unsaved; "
             "the newest checkpoint stands",

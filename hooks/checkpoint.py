@@ -133,11 +133,13 @@ class Checkpoint(Hook):
         if isinstance(error, KeyboardInterrupt):
             task.writer.give_up()  # at once: the checkpoints before it stand
             return
-        self._finish(task)
-        if task.failed_whole and task.changed and task.store is not None:
-            self._save(task)
+        try:
             self._finish(task)
-            log.info("nothing is lost: all %d updates are saved", task.progress.updates)
+        finally:  # where that failed, what it held is still there
+            if task.failed_whole and task.changed and task.store is not None:
+                self._save(task)
+                self._finish(task)
+                log.info("nothing is lost: all %d updates are saved", task.progress.updates)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -197,6 +199,11 @@ class Checkpoint(Hook):
     def _save(self, task: Task) -> None:
         if task.store is None:
             return
+        with task.signals.no_limit():
+            self._bring(task)
+
+    def _bring(self, task: Task) -> None:
+        assert task.store is not None
         begun = time.perf_counter()
         self._tell(task)  # one save is in flight: what is waited for it, this one costs
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
@@ -223,7 +230,9 @@ class Checkpoint(Hook):
 
     def _finish(self, task: Task) -> None:
         """Wait for the save in flight, which costs that time, and say what came of it."""
-        since, save = time.perf_counter(), task.writer.settle()
+        since = time.perf_counter()
+        with task.signals.no_limit():
+            save = task.writer.settle()
         if save is not None:
             save.stalled += time.perf_counter() - since
         self._tell(task)
@@ -239,7 +248,7 @@ class Checkpoint(Hook):
             return
         gone = set(save.doomed)
         if save.saved is None:
-            gone = {save.name}
+            gone, task.changed = {save.name}, True
         else:
             log.info(
                 "saved %s (%.1f MB; the training stood still for %.3f s, on disk after %.3f s)",
@@ -254,6 +263,8 @@ class Checkpoint(Hook):
 
     def _is_for_ever(self, task: Task) -> bool:
         progress = task.progress
+        if not progress.updates:  # after a test at the start
+            return False
         epochs, updates = self.keep_every_epochs, self.keep_every_updates
         by_epochs = epochs is not None and not progress.epoch_open and progress.epoch % epochs == 0
         return by_epochs or (updates is not None and progress.updates % updates == 0)

@@ -1,6 +1,7 @@
 """Hook ``metrics_file``: every row as a line of JSON in ``metrics.jsonl``."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from phaseloop.engine.checkpoint.names import position
+from phaseloop.engine.disk import flush
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
 
 
 @register_hook("metrics_file", default=True)
@@ -19,7 +23,8 @@ class MetricsFile(Hook):
     """One line per log point, one per phase end, one per event such as a skipped update or a save.
 
     A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
-    update is in it once, whatever happened in between. NaN and infinities are written as strings.
+    update is in it once, whatever happened in between. What a checkpoint counts on is flushed to
+    the disk before the checkpoint is written. NaN and infinities are written as strings.
 
     Args:
         file: its name in the run's folder.
@@ -40,6 +45,7 @@ class MetricsFile(Hook):
         self._path = Path(task.folder.path) / self.file
         # Unbuffered, so that a whole line is in the file or none of it.
         self._open = open(self._path, "ab", buffering=0)  # noqa: SIM115 held while the run lasts
+        flush(self._path.parent)  # its name, which may be new
         if not task.resumed_here:
             self._open.truncate(0)
 
@@ -49,6 +55,10 @@ class MetricsFile(Hook):
     def on_resume(self, task: Task) -> None:
         name = Path(task.resumed_from).name
         if self._open is not None and self._counted is not None:
+            there = os.fstat(self._open.fileno()).st_size
+            if 0 < there < self._counted:  # none at all: another machine's: that is said elsewhere
+                log.warning("%s lacks rows from before the checkpoint: it has %d bytes, and had %d",
+                            self._path, there, self._counted)  # fmt: skip
             self._open.truncate(_end_of_kept(self._open.name, self._counted, name))
         self._counted = None
 

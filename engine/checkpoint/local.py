@@ -31,6 +31,7 @@ class Local:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._taken = False
 
     def exists(self) -> bool:
         """There is a folder, if only an empty one; one that was made for its lock is none."""
@@ -41,7 +42,11 @@ class Local:
         return self.entries() != [LOCK]
 
     def take(self, owner: str) -> None:
-        """Nothing to do: the lock of the run's folder says who writes here."""
+        """From now on the folder's parent is there, or it was moved: it is not made anew.
+
+        Who writes here is said by the lock of the run's folder.
+        """
+        self._taken = True
 
     def reach(self) -> None:
         """Find out whether the folder can be made and written."""
@@ -143,7 +148,7 @@ class Local:
 
     def _make(self) -> None:
         if not self.folder.is_dir():
-            make_folder(self.folder)
+            make_folder(self.folder, parents=not self._taken)
 
 
 def remove(path: Path) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 Place = tuple[Any, ...]
 """Where a tensor stands in the tree: its keys from the root on."""
 
+_Kind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]
+
 
 class Snapshot:
     """Copies trees into buffers that it keeps.
@@ -26,7 +28,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Place, Tensor] = {}
+        self._kept: dict[Place, tuple[_Kind, Tensor]] = {}
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -41,10 +43,11 @@ class Snapshot:
         sources: list[Tensor] = []
 
         def copy(tensor: Tensor, place: Place) -> Tensor:
-            buffer = kept.pop(place, None)
-            if buffer is None or not _fits(buffer, tensor):
+            kind = _kind(tensor)
+            before, buffer = kept.pop(place, (None, None))
+            if buffer is None or before != kind:
                 buffer = _buffer_for(tensor)
-            self._kept[place] = buffer
+            self._kept[place] = kind, buffer
             targets.append(buffer)
             sources.append(tensor.detach())
             return buffer.detach()  # what the reader is given has flags of its own
@@ -100,7 +103,7 @@ class _Walk:
         if isinstance(value, dict):
             return self._dict(value, place)
         if isinstance(value, set):
-            return set(value)  # of what can be hashed: nothing in it can change
+            return {self.tree(item, (*place, number)) for number, item in enumerate(value)}
         items = [self.tree(item, (*place, number)) for number, item in enumerate(value)]
         if isinstance(value, list):
             return items
@@ -122,14 +125,19 @@ class _Walk:
             copied = tensor.detach().to("cpu", copy=True)
         else:
             # Of one storage and seen in one way: tied.
-            seen = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype,
-                    tuple(tensor.shape), tensor.stride())  # fmt: skip
+            seen = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.is_conj(),
+                    tensor.is_neg(), *_kind(tensor))  # fmt: skip
             if seen in self._memory:
                 copied = self._memory[seen].detach()
             else:
                 copied = self._memory[seen] = self._copy(tensor, place)
         copied.requires_grad_(tensor.requires_grad)
         return nn.Parameter(copied, tensor.requires_grad) if _is_parameter(tensor) else copied
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    """Tensors of one kind can be copied into one buffer."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device.type
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -154,12 +162,3 @@ def _buffer_for(tensor: Tensor) -> Tensor:
 
 def _like(tensor: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format, **options)
-
-
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    return (
-        buffer.dtype == tensor.dtype
-        and buffer.shape == tensor.shape
-        and buffer.stride() == _like(tensor, device="meta").stride()
-        and buffer.is_pinned() == (tensor.device.type == "cuda")
-    )

@@ -11,6 +11,7 @@ cut short is no checkpoint, as after a kill.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 """Seconds that a save which is given up gets to leave the file it is writing."""
+
+_PATIENCE_AT_EXIT = 10.0
+"""And once more before the interpreter ends, where the disk takes longer over one block."""
 
 
 class _GivenUp(BaseException):
@@ -101,7 +105,11 @@ class Writer:
         self._thread = threading.Thread(
             target=self._run, args=(save, copied), name="phaseloop-writer", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread to give
+            self._thread = self._flight = None
+            raise _failure(save, error) from error
         save.stalled += time.perf_counter() - save.begun
 
     def write(self, save: Save, parts: Mapping[str, Any]) -> None:
@@ -136,13 +144,17 @@ class Writer:
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_GivenUp)
             )
             thread.join(_PATIENCE)
+            if thread.is_alive():
+                atexit.register(thread.join, _PATIENCE_AT_EXIT)
 
     def _run(self, save: Save, parts: Mapping[str, Any]) -> None:
         try:
             _bring_to_disk(save, parts)
-            self.over = True
         except _GivenUp:
-            pass
+            return
+        except BaseException as error:  # asyncio's CancelledError, of a file system's package
+            save.error = _failure(save, error)
+        self.over = True
 
 
 def flush_all(files: Sequence[Path]) -> None:
@@ -165,8 +177,11 @@ def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
     except CheckpointError as error:
         save.error = error
     except Exception as error:
-        when = "could not be written" if save.saved is None else "is whole, but what follows failed"
-        save.error = CheckpointError(
-            f"checkpoint {save.name} {when}: {type(error).__name__}: {error}"
-        )
-        save.error.__cause__ = error
+        save.error = _failure(save, error)
+
+
+def _failure(save: Save, error: BaseException) -> CheckpointError:
+    when = "could not be written" if save.saved is None else "is whole, but what follows failed"
+    failure = CheckpointError(f"checkpoint {save.name} {when}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -20,7 +20,7 @@ from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.plan import BatchPlan, Window
 from phaseloop.engine.data.reader import Reader, Request
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.data.transfer import by_function, to_device
 from phaseloop.engine.errors import DataError
 
 
@@ -269,7 +269,7 @@ class Loader:
         if data is None:
             return None
         if self._data.to_device is not None:
-            data = self._data.to_device(data, self._device)
+            data = by_function(self._data.to_device, data, self._device)
         elif self._device.type != "cpu":
             data = to_device(data, self._device, non_blocking=self._pinned)
         return Batch(data, request.indices, request.weight, request.sources)

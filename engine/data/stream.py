@@ -22,7 +22,7 @@ from phaseloop.engine.data.stream_faults import Wrong
 from phaseloop.engine.data.stream_reader import Orders, Windows
 from phaseloop.engine.data.stream_readers import Read, Readers
 from phaseloop.engine.data.stream_state import Standing
-from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.data.transfer import by_function, to_device
 from phaseloop.engine.errors import ConfigError, DataError
 
 log = logging.getLogger("phaseloop")
@@ -211,7 +211,7 @@ class StreamLoader:
 
     def _moved(self, data: Any) -> Any:
         if self._data.to_device is not None:
-            return self._data.to_device(data, self._device)
+            return by_function(self._data.to_device, data, self._device)
         if self._device.type != "cpu":
             return to_device(data, self._device, non_blocking=self._pinned)
         return data

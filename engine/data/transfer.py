@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phaseloop.engine import rng
 from phaseloop.engine.trees import map_tensors
 
 
@@ -24,6 +26,22 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
         return value.to(device) if callable(getattr(value, "to", None)) else value
 
     return map_tensors(move, data, move_other)
+
+
+def by_function(move: Callable[[Any, torch.device], Any], data: Any, device: torch.device) -> Any:
+    """``move(data, device)``; where it is broken off, its draws have not been made.
+
+    So the state between two steps stays whole, whatever the user's function draws.
+    """
+    host = rng.HostGenerators()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        return move(data, device)
+    except BaseException:  # an error, or a signal
+        host.put_back()
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+        raise
 
 
 def to_double(data: Any) -> Any:

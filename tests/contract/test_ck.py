@@ -584,6 +584,36 @@ def test_ck_d_every_n_th_is_kept_for_ever(tmp_path: Path, kill_at: int | None) -
     assert_eq(undisturbed(**options), folder)
 
 
+class Move(Hook):
+    """Moves the run's folder after update 7."""
+
+    def on_step(self, task: Task) -> None:
+        assert task.folder is not None
+        if task.progress.updates == 7:
+            task.folder.path.rename(task.folder.path.with_name("moved"))
+
+
+def test_ck_e_a_folder_that_is_moved_during_a_save_is_not_made_anew(tmp_path: Path) -> None:
+    hooks: dict[str, Hook] = {"slow": SlowWrites(1.0), "move": Move()}
+    save = {"every_updates": 6, "every_epochs": None}
+    ended = process.run(r1.train, tmp_path / "run", hooks=hooks, epochs=1, save=save)
+    assert ended.code == 1 and "CheckpointError" in ended.output
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["moved"]
+
+
+def test_ck_d_what_is_saved_before_update_1_is_not_kept_for_ever(tmp_path: Path) -> None:
+    """After a test at the start: 0 is a multiple of everything, and the end of no epoch."""
+    options: dict[str, Any] = {
+        "test": True,
+        "epochs": 2,
+        "phases": {"test_at_start": True},
+        "save": {"every_updates": 10, "keep_every_updates": 10, "keep_every_epochs": 1},
+    }
+    assert go(tmp_path, **options).code == 0
+    names = store.Store(tmp_path / "checkpoints").names()
+    assert [store.position(name)[0] for name in names] == [10, 20]
+
+
 @pytest.mark.parametrize(
     ("save", "says"),
     [

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ from phaseloop import (
     Trainer,
 )
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.hooks.crash import Crash
 from tests.rigs import process, r1
@@ -323,6 +329,71 @@ def test_exc_a_in_a_test_too(tmp_path: Path) -> None:
     made = [line["update"] for line in r1.lines(probe_of(folder), "update")]
     assert made == list(range(1, 31))
     assert_eq(undisturbed(test=True, **options), folder)
+
+
+class Drawing:
+    """Moves a batch to the device, and draws; the seventh time it fails, or a SIGTERM comes."""
+
+    def __init__(self, flag: Path, signal_it: bool) -> None:
+        self.flag = flag
+        self.signal_it = signal_it
+        self.calls = 0
+
+    def __call__(self, data: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        self.calls += 1
+        shift = 0.1 * (random.random() + torch.rand(4))
+        if self.calls == 7 and not self.flag.exists():
+            self.flag.touch()
+            if self.signal_it:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("the text of it")
+        return {**data, "input": data["input"] + shift}
+
+
+def train_drawing(folder: Path, flag: Path, signal_it: bool) -> str:
+    """In a new process."""
+    task = r1.make_task(folder, epochs=1, data={"to_device": Drawing(flag, signal_it)})
+    hooks = r1.make_hooks(probe_of(folder), {"every_epochs": None})
+    try:
+        return Trainer(task, hooks).train().status
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("signal_it", "ends"), [(False, "the text of it"), (True, "stopped")])
+def test_exc_a_draws_of_a_move_to_the_device_that_broke_off_are_made_again(
+    tmp_path: Path, signal_it: bool, ends: str
+) -> None:
+    whole, folder, flag = tmp_path / "whole", tmp_path / "run", tmp_path / "mended"
+    flag.touch()
+    assert process.result(train_drawing, whole, flag, signal_it) == "finished"
+    flag.unlink()
+    assert process.result(train_drawing, folder, flag, signal_it) == ends
+    assert newest(folder).manifest["updates"] == 6
+    assert process.result(train_drawing, folder, flag, signal_it) == "finished"
+    assert_eq(whole, folder)
+
+
+def test_exc_a_a_save_that_failed_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is whole and still there, and the disk may have room again."""
+    folder, write, failed = tmp_path / "run", store.Store.write, threading.Event()
+
+    def fail_once(this: store.Store, name: str, *args: Any) -> store.Saved:
+        if name == "update_000000005-1" and not failed.is_set():
+            time.sleep(0.5)  # until the sample cannot be read
+            failed.set()
+            raise CheckpointError("no space, for now")
+        return write(this, name, *args)
+
+    monkeypatch.setattr(store.Store, "write", fail_once)
+    with pytest.raises(ValueError, match="the text of it"):
+        train(folder, {}, train=corrupt(tmp_path / "mended", 6))
+    assert failed.is_set()
+    assert newest(folder).path.name == "update_000000005-2"
+    log = (folder / "log.txt").read_text()
+    assert "no space, for now" in log and "nothing is lost" in log
 
 
 class Refuse(Hook):

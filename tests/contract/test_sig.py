@@ -285,6 +285,48 @@ def test_sig_a_the_last_save_takes_its_time(tmp_path: Path) -> None:
     finished(folder)
 
 
+class TermInSave(SlowWrites):
+    """A SIGTERM comes a tenth of a second after the writing of a checkpoint has begun."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(seconds)
+        self.name_of_it = name
+
+    def on_start(self, task: Task) -> None:
+        super().on_start(task)
+        slow = store.Store.write
+
+        def write(this: store.Store, name: str, *args: Any) -> store.Saved:
+            if name == self.name_of_it:
+                threading.Timer(0.1, os.kill, [os.getpid(), TERM]).start()
+            return slow(this, name, *args)
+
+        store.Store.write = write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "save"),
+    [
+        ("update_000000004-1", 0.6, {"every_updates": 4, "background": False}),
+        ("update_000000003-1", 1.0, {"every_updates": 1}),  # the next one waits for it
+        ("update_000000030-1", 1.0, {}),  # the run's last
+    ],
+)
+def test_sig_a_a_save_that_is_waited_for_has_no_time_limit(
+    tmp_path: Path, name: str, seconds: float, save: dict[str, Any]
+) -> None:
+    """The run stands at a border, though it has not seen it yet: cut short, updates are lost."""
+    folder, hooks = tmp_path / "run", {"term": TermInSave(name, seconds)}
+    save = {"every_epochs": None, **save}
+    ended = process.run(
+        r1.train, folder, probe_of(folder), hooks=hooks, save=save, run={"grace": 0.3}
+    )
+    assert ended.code == 0, ended.output
+    assert ended.value["signal"] == TERM
+    assert newest(folder).manifest["updates"] == last_finished(folder) == ended.value["updates"]
+    finished(folder, save=save)
+
+
 def stop_in_train_with_workers(folder: Path) -> list[Any]:
     hooks = {"at": At("on_step", 13, TERM)}
     outcome = r1.train(folder, None, workers=2, hooks=hooks)

@@ -70,6 +70,22 @@ def test_nothing_that_is_done_to_the_state_is_seen_in_the_copy() -> None:
     assert saved(copied) == before
 
 
+def test_tensors_in_a_set_are_copied_too() -> None:
+    live = torch.zeros(2)
+    copied = Snapshot().take({"set": {live}, "same": live})
+    live.add_(1)
+    assert copied["set"] == {copied["same"]} and copied["same"].tolist() == [0, 0]
+
+
+def test_one_piece_of_memory_that_is_read_in_two_ways_is_not_tied() -> None:
+    z = torch.complex(torch.ones(2), torch.ones(2))
+    tree = {"z": z, "conjugate": z.conj(), "imaginary": z.imag, "negative": z.conj().imag}
+    assert tree["negative"].is_neg()
+    copied = Snapshot().take(tree)
+    for name, value in tree.items():
+        assert torch.equal(copied[name], value), name
+
+
 def test_memory_is_used_again_where_the_shape_is_the_same() -> None:
     tree, snapshot = state(), Snapshot()
     first = {id_of(t) for t in tensors(snapshot.take(tree)) if t.numel()}
@@ -89,7 +105,7 @@ def id_of(tensor: Tensor) -> int:
 
 
 def size_of(snapshot: Snapshot) -> int:
-    return sum(buffer.untyped_storage().nbytes() for buffer in snapshot._kept.values())
+    return sum(buffer.untyped_storage().nbytes() for _, buffer in snapshot._kept.values())
 
 
 def test_there_is_one_copy_and_what_is_gone_is_let_go() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -132,6 +135,37 @@ def test_an_error_of_another_kind_names_the_checkpoint(tmp_path: Path) -> None:
         assert isinstance(error.value.__cause__, ValueError)
 
 
+def test_an_error_that_is_no_exception_is_told_too(tmp_path: Path) -> None:
+    """asyncio's, when the loop of a file system's package ends."""
+
+    class Cancelled(Store):
+        def write(self, *_: Any) -> Any:
+            raise asyncio.CancelledError("the loop is gone")
+
+    writer, save = Writer(), Save(Cancelled(tmp_path), folder_name(1, 1), {})
+    writer.begin(save, {})
+    writer.settle()
+    assert writer.over and writer.wait() is save
+    with pytest.raises(CheckpointError, match="could not be written: CancelledError: the loop"):
+        save.check()
+
+
+def test_without_a_thread_nothing_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = Writer()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="can't start new"):
+        patch.setattr(threading.Thread, "start", refuse)
+        writer.begin(a_save(tmp_path), {"model.pt": {}})
+    assert writer.settle() is None and writer.wait() is None
+    writer.begin(a_save(tmp_path), {"model.pt": {"w": torch.ones(2)}})
+    writer.wait()
+    assert weights(tmp_path).tolist() == [1, 1]
+
+
 def test_a_save_that_is_given_up_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,3 +206,37 @@ def test_the_thread_ends_with_the_process() -> None:
     assert started.wait(30)
     assert writer._thread is not None and writer._thread.daemon
     writer.settle()
+
+
+SLOW_DISK = """
+import io, sys, tempfile, threading, time, torch
+from pathlib import Path
+from phaseloop.engine.checkpoint import local
+from phaseloop.engine.checkpoint.store import Store, folder_name
+from phaseloop.engine.checkpoint.writer import Save, Writer
+
+begun = threading.Event()
+
+class Slow(io.FileIO):
+    def write(self, data):
+        begun.set()
+        time.sleep(2.0)
+        return super().write(data)
+
+local.open = lambda path, mode: Slow(path, "w")
+writer = Writer()
+save = Save(Store(Path(sys.argv[1])), folder_name(1, 1), {})
+writer.begin(save, {"model.pt": {"w": torch.zeros(3_000_000)}})
+begun.wait()
+writer.give_up()
+sys.exit(130)
+"""
+
+
+def test_a_process_ends_well_though_the_disk_is_slow_over_a_block(tmp_path: Path) -> None:
+    """The thread is inside torch.save, in C++: an interpreter that ends around it crashes."""
+    command = [sys.executable, "-c", SLOW_DISK, str(tmp_path / "checkpoints")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 130, ended.stderr
+    checkpoints = Store(tmp_path / "checkpoints")
+    assert checkpoints.names() == []

@@ -1,12 +1,16 @@
 """Hook ``metrics_file``: each update once, whatever interrupted the run."""
 
 import json
+import logging
+import os
 import signal
 from types import SimpleNamespace
 
+from phaseloop import Trainer
+from phaseloop.engine.checkpoint import store
 from phaseloop.hooks.metrics_file import MetricsFile
 from tests.rigs import process, r1
-from tests.rigs.equal import rows
+from tests.rigs.equal import rows, state_of
 
 
 def test_stopped_then_killed_each_update_is_there_once(tmp_path):
@@ -55,3 +59,39 @@ def test_what_the_checkpoints_own_save_cost_stays(tmp_path):
         path.write_text(row + behind)
         cut(path, len(row), "update_000000003-1")
         assert path.read_text() == row + stays
+
+
+def test_rows_that_a_checkpoint_counts_on_are_on_the_disk_before_it(tmp_path, monkeypatch):
+    """A kill does not show it: after a power failure the rows would be gone, and none says so."""
+    folder, flushed = tmp_path / "new" / "run", []
+    fsync = os.fsync
+
+    def noted(file):
+        flushed.append((os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save = {"every_updates": 4, "every_epochs": None, "keep_last": 9}
+    Trainer(r1.make_task(folder, epochs=1), r1.make_hooks(None, save)).train()
+    paths = [path for path, _ in flushed]
+    assert {str(tmp_path), str(folder.parent), str(folder)} <= set(paths)  # their names, too
+    checkpoints = store.Store(folder / "checkpoints")
+    assert len(checkpoints.names()) == 3
+    for name in checkpoints.names():
+        counted = state_of(store.verified(folder / "checkpoints" / name))["hooks"]["metrics_file"]
+        before = flushed[: paths.index(str(folder / f"checkpoints/.writing-{name}/model.pt"))]
+        sizes = [size for path, size in before if path == str(folder / "metrics.jsonl")]
+        assert sizes and sizes[-1] >= counted["bytes"] > 0
+
+
+def test_lost_rows_are_told(tmp_path, caplog):
+    def train(epochs):
+        with caplog.at_level(logging.WARNING):
+            Trainer(r1.make_task(tmp_path, epochs=epochs), r1.make_hooks()).train()
+
+    train(1)
+    train(2)
+    assert "lacks rows" not in caplog.text
+    os.truncate(tmp_path / "metrics.jsonl", 300)
+    train(3)
+    assert "metrics.jsonl lacks rows from before the checkpoint: it has 300 bytes" in caplog.text
