@@ -52,8 +52,24 @@ def check(task: Task) -> None:
     for key, data in {**trained, **_test_keys(task)}.items():
         data.open(task.seed, key)
         data.check(key, train=key in trained)
+    _check_shared({**trained, **_test_keys(task)})
     for number, stage in enumerate(task.whole_phases):
         _check_length(task, stage, stage.key(number) if len(task.whole_phases) > 1 else "phases")
+
+
+def _check_shared(all_data: Mapping[str, Data]) -> None:
+    """Raises ConfigError for a stream that two sets would read: each would move the other's."""
+    read: dict[int, tuple[str, Data]] = {}
+    for key, data in all_data.items():
+        other, first = read.setdefault(id(data.first), (key, data))
+        if other == key or not is_stream(data.first):
+            continue
+        if first is not data or key.startswith("data.test"):  # stages may have one set
+            raise ConfigError(
+                f"{key}.dataset",
+                f"it is the very object that {other}.dataset is, and a stream can be read by one "
+                f"only: give it one of its own",
+            )
 
 
 def _check_length(task: Task, stage: Stage, key: str) -> None:

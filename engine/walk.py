@@ -7,6 +7,7 @@ All that a run's position consists of is moved here, at the borders of phases, a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +44,7 @@ NO_ROLL_BACK = (
 )
 
 _HOPELESS = 20  # so many windows skipped in a row may still be a loss scale that settles
+_ENDLESS = 1000  # so many in a row are hopeless in a pass that nobody knows the end of
 
 
 class Walk(Committing):
@@ -293,10 +295,12 @@ class Walk(Committing):
     def _check_skips(self) -> None:
         """Without this, a run whose length is in updates might go on for ever."""
         skipped = self.progress.skipped_in_a_row
-        if skipped >= max(_HOPELESS, 2 * self.plan.windows_of_epoch(self.progress)):
+        length = self.plan.windows_of_epoch(self.progress)
+        if skipped >= (max(_HOPELESS, 2 * length) if length < math.inf else _ENDLESS):
+            far = ", which is two epochs or more" if length < math.inf else ""
             raise DataError(
-                f"the last {skipped} windows were all skipped, which is two epochs or more; "
-                f"the last because {self._last_skip}"
+                f"the last {skipped} windows were all skipped{far}; the last because "
+                f"{self._last_skip}"
             )
 
     def make_tests_due(self) -> None:
@@ -330,6 +334,8 @@ class Walk(Committing):
             phase.done = True
             self._finish_phase()
             return False
+        if self.train and self.progress.skipped_in_a_row >= _ENDLESS:
+            self._check_skips()
         return not (self.stopping or (self.train and self.progress.tests_due))
 
     def _fetch(self) -> bool:

@@ -17,7 +17,6 @@ MAY_CHANGE = (
     "phases.*.test_every_epochs", "phases.*.test_every_updates", "phases.*.test_every_time",
     "phases.*.test_at_start", "phases.*.test_sets",
     "run", "backend", "launch", "plan", "only", "weights", "debug.fast", "imports", "allow_targets",
-    "hooks.early_stop", "hooks.checkpoint", "hooks.non_finite", "hooks.fit_memory",
     "data.*.workers", "data.*.prefetch", "data.*.pin_memory",
     "data.*.micro_batch_size", "data.*.accumulate",
     *(f"phases.*.data.train.{key}" for key in
@@ -28,6 +27,9 @@ MAY_CHANGE = (
     "model.weights",  # resume.py compares the bytes
 )  # fmt: skip
 
+
+# Hooks that may be changed, added or left out, beside those that declare that they only watch.
+FREE_HOOKS = ("early_stop", "checkpoint", "non_finite", "fit_memory")
 
 # Keys that a configuration may still have in an old checkpoint, and the default that each had when
 # it was given up: a run that never changed it goes on without it.
@@ -87,7 +89,13 @@ def _by_name(value: Any) -> Any:
     )
     if not is_named:
         return value
-    names = [str(item["name"]) for item in value]
+    names = []
+    for item in value:
+        name, times = str(item["name"]), 1
+        while name in ("order", *names):  # two may have one name: neither stands for the other
+            times += 1
+            name = f"{item['name']} {times}"
+        names.append(name)
     return {"order": names, **{name: item for name, item in zip(names, value, strict=True)}}
 
 
@@ -95,7 +103,7 @@ def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) ->
     parts = path.split(".")
     if any(_covers(pattern.split("."), parts) for pattern in MAY_CHANGE):
         return True
-    return parts[0] == "hooks" and len(parts) > 1 and _only_watches(parts[1], before, now)
+    return parts[0] == "hooks" and len(parts) > 1 and _is_free(parts[1], before, now)
 
 
 def _covers(pattern: list[str], parts: list[str]) -> bool:
@@ -104,15 +112,22 @@ def _covers(pattern: list[str], parts: list[str]) -> bool:
     )
 
 
-def _only_watches(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Every hook that this key stood or stands for declares that it changes nothing."""
+def _is_free(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Every hook that this key stood or stands for is free, or declares that it changes nothing.
+
+    What the key is called says nothing: it may stand for a hook of another name.
+    """
     names = set()
     for config in (before, now):
         options = config.get("hooks", {}).get(key)
         if options is not None:
-            names.add(options.get("name", key))
+            names.add(options.get("_target_") or options.get("name", key))
     return all(
-        name in registry.hooks and getattr(registry.hooks.get(name).target, "only_watches", False)
+        name in FREE_HOOKS
+        or (
+            name in registry.hooks
+            and getattr(registry.hooks.get(name).target, "only_watches", False)
+        )
         for name in names
     )
 

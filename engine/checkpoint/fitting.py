@@ -170,6 +170,8 @@ def _misfit(name: str, here: Any, there: Any) -> str:
         return f"a tensor here, a {type(there).__name__} there"
     if here.shape != there.shape:
         return f"{list(here.shape)} here, {list(there.shape)} there"
+    if there.layout != here.layout or there.is_meta:  # could not be copied
+        return f"{_layout(here)} here, {_layout(there)} there"
     if _kind(here) != _kind(there):
         return f"{_dtype(here)} here, {_dtype(there)} there"
     return ""
@@ -181,6 +183,10 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_complex():
         return "complex"
     return "float" if tensor.is_floating_point() else "int"
+
+
+def _layout(tensor: Tensor) -> str:
+    return "no values" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -81,7 +81,10 @@ class Data:
         """Samples in a pass through the stream, as far as it or ``limit`` says; None: unknown."""
         if not hasattr(self.first, "__len__"):
             return None
-        return limited(len(self.first), self.limit)
+        try:
+            return limited(len(self.first), self.limit)
+        except (TypeError, NotImplementedError):  # as torch has it: a length that there is not
+            return None
 
     def pins(self, device: torch.device) -> bool:
         """Batches for this device are copied to page-locked memory.

@@ -180,7 +180,20 @@ class StreamLoader:
         self._standings = [] if start is None else [start]
         self._ahead, self._begun = None, (number, first)
         self._orders.tell(number, self.plan.largest)
-        self._readers.begin(number, start)
+        if self._readers.stateful:
+            self._readers.begin(number, start)
+        else:
+            self._readers.begin(number, None)
+            self._read_again(first)
+
+    def _read_again(self, windows: int) -> None:
+        """Go through so many windows of a pass whose readers were not asked where they stood."""
+        while self._readers.windows < windows:
+            if self._readers.read() is None:
+                raise DataError(
+                    f"{self.key}: {windows} batches were read before, and now the stream ends "
+                    f"after {self._readers.windows}"
+                )
 
     def _give(self, ahead: Read | None, plan: BatchPlan) -> Iterator[tuple[Window, Batch | None]]:
         now = ahead or self._readers.read()

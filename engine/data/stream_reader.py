@@ -83,6 +83,7 @@ class Windows(IterableDataset[Collected]):
         self.orders = orders
         self._initial: Any = None
         self._begun = False
+        self.samples: Any = None  # the iterator of the pass before, or of this one
 
     def __iter__(self) -> Iterator[Collected]:
         return Pass(self, self.orders())
@@ -158,7 +159,12 @@ class Pass(Iterator[Collected]):
         if self._over:
             raise StopIteration
         if self._samples is None:
-            self._open()
+            try:
+                self._open()
+            except StopIteration as error:  # this too
+                raise DataError(
+                    f"{self._windows.key}: beginning a pass raised StopIteration: {error}"
+                ) from error
         plan = self._order.plan
         samples = self._read(plan.batch_size)
         if not samples or (self._order.drop_last and len(samples) < plan.batch_size):
@@ -217,7 +223,13 @@ class Pass(Iterator[Collected]):
         samples: Any = iter(dataset)
         if "iterator" in own:
             samples.load_state_dict(copy.deepcopy(own["iterator"]))
-        self._samples = samples
+        if start["count"] and not own and samples is windows.samples:
+            raise DataError(
+                f"{windows.key}.dataset: {type(dataset).__name__} has to be read again from the "
+                f"pass's start, and its __iter__ gives the iterator that was read already: let it "
+                f"make a new one, or let it have state_dict and load_state_dict"
+            )
+        self._samples = windows.samples = samples
         if own:
             self._count = start["count"]
         else:

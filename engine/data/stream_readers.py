@@ -38,6 +38,7 @@ class Readers:
         stateful: where they stand is asked for after every window.
 
     Attributes:
+        stateful: as given.
         windows, samples: read in the pass at hand, over its interruptions.
         over: the pass at hand has come to its end.
     """
@@ -49,7 +50,7 @@ class Readers:
         self._count = count
         self._prefetch = prefetch
         self._pinned = pinned
-        self._stateful = stateful
+        self.stateful = stateful
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Collected] | None = None
         self._processes: list[BaseProcess] = []
@@ -117,7 +118,7 @@ class Readers:
         self._loader = self._iterator = None
 
     def _make_loader(self) -> DataLoader[Any]:
-        kind = StatefulDataLoader if self._stateful else DataLoader
+        kind = StatefulDataLoader if self.stateful else DataLoader
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchdata calls what torch has retired
             return kind(

@@ -110,6 +110,26 @@ def test_a_hook_that_declares_nothing_is_taken_to_change_the_training() -> None:
         assert (changes == []) is may, entry.name
 
 
+@pytest.mark.parametrize("key", ["early_stop", "checkpoint", "metrics_file"])
+def test_a_key_of_a_free_hook_frees_no_other_hook(key: str) -> None:
+    for kind in ({"name": "average"}, {"_target_": "mine.Mixup"}):
+        before, now = ({"hooks": {key: {**kind, "by": by}}} for by in (1, 2))
+        assert forbidden_changes(before, now) == [f"hooks.{key}.by: 1 -> 2"]
+        assert forbidden_changes({"hooks": {key: {}}}, now) != []
+    free = ({"hooks": {"mine": {"name": "early_stop", "patience": n}}} for n in (1, 2))
+    assert forbidden_changes(*free) == []
+
+
+def test_each_of_several_by_one_name_is_compared() -> None:
+    before: dict[str, Any] = {"parts": [{"name": "noise", "std": n} for n in (1, 2, 3)]}
+    for number, path in enumerate(["noise", "noise 2", "noise 3"]):
+        now = {"parts": [dict(part) for part in before["parts"]]}
+        now["parts"][number]["std"] = 9
+        assert forbidden_changes(before, now) == [f"parts.{path}.std: {number + 1} -> 9"]
+    ordered = [{"name": "order"}, {"name": "b"}]
+    assert forbidden_changes({"parts": ordered}, {"parts": ordered[::-1]}) != []
+
+
 # --- a checkpoint of an earlier version, or of a later one ---
 
 STAGES = {

@@ -393,6 +393,100 @@ def test_out_of_memory_redoes_the_window() -> None:
     assert sorted(i for x in seen for i in x) == list(range(40))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", streams.KINDS)
+def test_out_of_memory_in_a_test_redoes_the_window(kind: str, workers: int) -> None:
+    """In its third batch: no sample of the test is read twice, or never."""
+
+    def step(task: Task) -> None:
+        batch = task.next_batch()
+        loss = task.criterion(task.forward(batch.input), batch.target)
+        if task.train:
+            task.backward(loss)
+            task.update()
+            return
+        if task.phase.position == 2 and batch.size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        seen.append(batch.data["index"].tolist())
+
+    seen: list[list[int]] = []
+    test = streams.data(kind, workers)
+    task = r1.make_task(None, epochs=1, test={"test": test}, train_step=step)
+    train(task, fit_memory=FitMemory())
+    assert [len(x) for x in seen] == [4, 4] + [2] * 16
+    assert sorted(i for x in seen for i in x) == list(range(40))
+
+
+def test_what_cannot_be_begun_again_is_not_read_on_from_where_it_is() -> None:
+    """A smaller micro-batch reads the pass again: here the rest would be taken for its start."""
+
+    class Once(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.samples = iter([r1.Samples()[i] for i in range(40)])
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.samples
+
+    made = loader(Once())
+    batches = made.batches(1, 0, 0)
+    for _ in range(3):
+        next(batches)
+    made.cut_smaller(2)
+    with pytest.raises(DataError, match=r"^data\.train\.dataset: Once has to be read again"):
+        ids(made, 1, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_before_the_first_sample_is_no_end(workers: int) -> None:
+    class Bad(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([next(iter([]))])
+
+    made = loader(Bad(), workers=workers)
+    with pytest.raises(DataError, match=r"beginning a pass raised StopIteration"):
+        made.has_pass(1)
+    made.close()
+
+
+def test_a_length_that_there_is_not_is_none() -> None:
+    class Unknown(streams.Stream):
+        def __len__(self) -> int:
+            raise TypeError("it depends")
+
+    assert train(r1.make_task(None, train=Data(Unknown(), 4), epochs=1)).updates == 10
+
+
+def test_a_stream_is_read_by_one_set_only() -> None:
+    """In this process a test would move the stream on, and the training would lose samples."""
+    stream = streams.Stateful()
+    one = Data(stream, 4)
+    with pytest.raises(ConfigError, match=r"^data\.test\.dataset: .*data\.train\.dataset"):
+        r1.make_task(None, train=one, test={"test": Data(stream, 8)})
+    with pytest.raises(ConfigError, match=r"^data\.test\.dataset: "):
+        r1.make_task(None, train=one, test={"test": one})
+    with pytest.raises(ConfigError, match=r"^phases\.b\.data\.train\.dataset: "):
+        stages = [
+            Stage(name="a", epochs=1, train=one),
+            Stage(name="b", epochs=1, train=Data(stream, 8)),
+        ]
+        r1.make_task(None, phases=stages)
+    stages = [Stage(name="a", epochs=1, train=one), Stage(name="b", epochs=1, train=one)]
+    assert train(r1.make_task(None, phases=stages)).updates == 20  # one set, in two stages
+
+
+def test_an_endless_pass_that_gives_nothing_is_an_error() -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(int, 1)
+
+    data = Data(Endless(), 4, collate=lambda samples: None)
+    task = r1.make_task(None, train=data, epochs=None, phases={"updates": 5})
+    with pytest.raises(
+        DataError, match=r"the last 1000 windows were all skipped; the last because"
+    ):
+        train(task)
+
+
 def test_what_is_read_beside_moves_nothing() -> None:
     made = loader(streams.Stateful(augment=True))
     whole = draws(made)

@@ -239,6 +239,16 @@ class Tied(nn.Module):
         self.out.weight = self.embed.weight
 
 
+@pytest.mark.parametrize("kind", ["sparse_coo", "no values"])
+def test_what_could_not_be_copied_changes_nothing(tmp_path: Path, kind: str) -> None:
+    """torch would have loaded all the other names before it says so."""
+    model = nn.Linear(4, 2)
+    sparse = torch.ones(2, 4).to_sparse()
+    weight = sparse if kind == "sparse_coo" else torch.ones(2, 4, device="meta")
+    path = saved(tmp_path, {"weight": weight, "bias": torch.ones(2)})
+    assert f"weight has strided here, {kind} there" in refusal(model, path)
+
+
 def test_tied_weights(tmp_path: Path) -> None:
     weight = torch.rand(5, 3)
     for state in ({"embed.weight": weight}, {"out.weight": weight},
