@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import check_plain
 from phaseloop.engine.checkpoint.store import MANIFEST, Store, folder_name, position, verified
-from phaseloop.engine.errors import CheckpointError
+from phaseloop.engine.errors import CheckpointError, DamagedError
 
 PARTS = {"model.pt": {"w": torch.arange(6.0)}, "state.pt": {"updates": 3, "nothing": None}}
 
@@ -162,6 +162,17 @@ def test_setting_aside_keeps_everything(tmp_path: Path) -> None:
     assert len(set(places)) == 3
     assert all(verified(place) for place in places)
     assert checkpoints.names() == []
+
+
+def test_a_link_to_nothing_is_set_aside_and_the_one_before_taken(tmp_path: Path) -> None:
+    checkpoints = Store(tmp_path)
+    checkpoints.write(folder_name(1, 1), {"model.pt": {}}, {})
+    link = tmp_path / folder_name(2, 1)
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(DamagedError, match="is a link to .*gone, which is not there"):
+        store.verified(link)
+    assert next(checkpoints.whole()).position == (1, 1)
+    assert (tmp_path / "set_aside" / link.name).is_symlink() and not link.is_symlink()
 
 
 def test_removing_what_is_gone_is_no_error(tmp_path: Path) -> None:
