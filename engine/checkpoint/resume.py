@@ -148,7 +148,8 @@ def _given(run: Run) -> Place | None:
 def _tell_of_new_folder(task: Task, saved: store.Saved) -> None:
     """On another machine: the checkpoints are there, what the run has logged is not."""
     assert task.folder is not None and task.store is not None
-    if same(saved.path.parent, task.store.folder) and not _has_traces(task.folder):
+    logs = task.folder.status() or (task.folder.path / METRICS).exists()
+    if same(saved.path.parent, task.store.folder) and not logs:
         log.info(
             "%s holds no logs of this run: they begin after update %d",
             task.folder.path, saved.position[0],
