@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -222,8 +223,17 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def start_log(self) -> None:
-        """Send everything that phaseloop logs to ``log.txt`` too."""
-        self._handler = logging.FileHandler(self.path / LOG)
+        """Send everything that phaseloop logs to ``log.txt`` too.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        try:
+            self._handler = _LogFile(self.path / LOG)
+        except OSError as error:
+            raise ConfigError(
+                self._key, f"{self.path / LOG} cannot be written: {error.strerror}"
+            ) from None
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(self._handler)
 
@@ -231,7 +241,8 @@ class RunFolder:
         """Close ``log.txt``."""
         if self._handler is not None:
             log.removeHandler(self._handler)
-            self._handler.close()
+            with contextlib.suppress(OSError):  # what could not be written was told
+                self._handler.close()
             self._handler = None
 
 
@@ -258,6 +269,21 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+class _LogFile(logging.FileHandler):
+    """``log.txt``: where the disk takes no more, that is said once, and the run goes on."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging calls it so
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class ConsoleHandler(logging.Handler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -311,6 +312,23 @@ def test_checkpoints_that_are_no_folder_are_refused_at_the_start(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"run\.checkpoints: .*is a link to"):
         resume.open_folder(RunFolder(tmp_path / "b", str(tmp_path / "run" / "checkpoints")), "auto")
     assert process.result(try_to_open, tmp_path / "b") == "opened"  # nobody holds it
+
+
+def test_a_log_that_cannot_be_written_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "log.txt").symlink_to("/dev/full")  # every write: no space left on device
+    folder.start_log()
+    for _ in range(3):
+        logging.getLogger("phaseloop").error("a word")
+    folder.stop_log()
+    told = capsys.readouterr().err
+    assert told == f"{tmp_path / 'log.txt'} cannot be written: No space left on device\n"
+    (tmp_path / "log.txt").unlink()
+    (tmp_path / "log.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"run\.dir: .*log\.txt cannot be written: Is a dir"):
+        folder.start_log()
 
 
 def test_memory_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
