@@ -130,8 +130,8 @@ def check_no_scheme(text: str, key: str) -> None:
     if match := _SCHEME.match(text):
         raise ConfigError(
             key,
-            f"{text!r} is neither a URL ({match[0]}//...) nor clearly a folder; one that has such a "
-            f"name is given as ./{text}",
+            f"{text!r} is neither a URL ({match[0]}//...) nor clearly a folder; one of such a name "
+            f"is given as ./{text}",
         )
 
 
