@@ -265,6 +265,13 @@ def test_a_key_is_looked_at_too() -> None:
         check_plain({"a": {np.int64(1): 0}})
 
 
+@pytest.mark.parametrize("key", [torch.zeros(1), (1, (nn.Parameter(torch.zeros(1)),))])
+def test_a_tensor_as_a_key_is_refused(key: Any) -> None:
+    with pytest.raises(CheckpointError, match="a key of a is or has a tensor"):
+        check_plain({"a": {key: 0}})
+    check_plain({"a": {(1, ("b",)): 0}})
+
+
 # --- loading ---
 
 
