@@ -3,8 +3,8 @@
 The thread is given a snapshot, which nobody changes, and calls nothing of the training. It holds no
 lock of phaseloop's that a worker process, forked in the meantime, waits for: it logs nothing (the
 main thread does, when it sees that the save is over). What the C library and OpenSSL lock inside is
-made anew in a forked process; the lock of a module's import is not, so what writing to a folder needs
-is imported before.
+made anew in a forked process; the lock of a module's import is not, so what writing to a folder
+needs is imported before.
 
 It is a daemon: a process that leaves by ``os._exit`` or a signal does not wait for it. What is then
 cut short is no checkpoint, as after a kill.
