@@ -17,7 +17,6 @@ from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
     InUseError,
     PhaseloopError,
 )
@@ -51,7 +50,7 @@ class Outcome:
     best: Mapping[str, float] = field(default_factory=dict)
 
 
-_SAID_BY_THE_CALLER = (ConfigError, InUseError, CheckpointError, DataError)
+_SAID_BY_THE_CALLER = (ConfigError, InUseError, CheckpointError)
 
 
 class Trainer:
