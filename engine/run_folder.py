@@ -18,6 +18,7 @@ import yaml
 
 from phaseloop.engine.disk import make_folder
 from phaseloop.engine.errors import ConfigError, InUseError
+from phaseloop.engine.log_file import LogFile
 from phaseloop.engine.settings import Run
 from phaseloop.engine.urls import Place, known_options, place
 
@@ -229,7 +230,7 @@ class RunFolder:
             ConfigError: it cannot be opened.
         """
         try:
-            self._handler = _LogFile(self.path / LOG)
+            self._handler = LogFile(self.path / LOG)
         except OSError as error:
             raise ConfigError(
                 self._key, f"{self.path / LOG} cannot be written: {error.strerror}"
@@ -269,21 +270,6 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-
-
-class _LogFile(logging.FileHandler):
-    """``log.txt``: where the disk takes no more, that is said once, and the run goes on."""
-
-    _told = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging calls it so
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._told:
-            self._told = True
-            with contextlib.suppress(OSError):
-                print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class ConsoleHandler(logging.Handler):

@@ -14,13 +14,9 @@ from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.environment import Environment
-from phaseloop.engine.errors import (
-    CheckpointError,
-    ConfigError,
-    InUseError,
-    PhaseloopError,
-)
+from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
+from phaseloop.engine.lost_place import check_folder, check_place, lost_place
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
 
@@ -108,7 +104,7 @@ class Trainer:
             outcome = self._outcome("stopped" if self.task.stop_reason else "finished")
         except (OSError, CheckpointError) as error:
             # What is written into a folder that was moved fails in as many ways as there are hooks.
-            told = _lost_place(self.task)
+            told = lost_place(self.task)
             self._fail(told or error)
             if told is not None:
                 raise told from (error if isinstance(error, OSError) else error.__cause__)
@@ -143,7 +139,7 @@ class Trainer:
         """Build; restore model, optimizers, progress; on_start; hooks; random states."""
         task, hooks = self.task, self.hooks
         task.hooks = hooks
-        task.before_save.append(_check_place)
+        task.before_save.append(check_place)
         task.build()
         saved = self._start_from or resume.find(task)
         state = contents.restore(task, saved) if saved is not None else None
@@ -157,8 +153,7 @@ class Trainer:
             weights.start(task)
             task.seed_all()
         self._begun = True
-        if (gone := _lost_place(task)) is not None:  # building may have taken long
-            raise gone
+        check_folder(task)  # building may have taken long
         hooks.on_start(task)
         if task.test_only:
             task.metrics, task.best = {}, {}
@@ -198,7 +193,7 @@ class Trainer:
             later = self.hooks.call_isolated("on_exception", task, error)
             later += self.hooks.call_isolated("on_end", task, outcome)
             later += self._try_to_write_status(outcome)
-            lost = _lost_place(task) is not None
+            lost = lost_place(task) is not None
             for other in later:
                 if lost and isinstance(other, OSError | CheckpointError):
                     continue  # it follows from that, which is said
@@ -214,8 +209,7 @@ class Trainer:
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.task.folder is not None and self.task.primary:
-            if (error := _lost_place(self.task)) is not None:
-                raise error
+            check_folder(self.task)
             self.task.folder.write_status(_status(outcome))
 
     def _outcome(self, status: str, reason: str = "") -> Outcome:
@@ -279,42 +273,6 @@ def registered_defaults() -> dict[str, Hook]:
     if not found:
         raise ConfigError("hooks", "none are registered: import phaseloop.hooks, or pass hooks={}")
     return found
-
-
-def _check_place(task: Task) -> None:
-    """Raises CheckpointError where the run's folder is gone: another run may be where it was.
-
-    A folder of checkpoints that is gone is made anew, with its lock, and a word.
-    """
-    if (error := _lost_place(task)) is not None:
-        raise error
-    assert task.folder is not None
-    if task.primary and task.folder.renew_checkpoints():
-        log.warning(
-            "%s was moved or removed while the run trained: it is made anew, and the checkpoints "
-            "that were in it are not in it any more",
-            task.folder.checkpoints,
-        )
-
-
-def _lost_place(task: Task) -> CheckpointError | None:
-    """The run's folder is gone."""
-    folder = task.folder
-    lost = "" if folder is None or not task.primary else folder.lost
-    if folder is None or not lost:
-        return None
-    advice = (
-        "What is in it stands: go on by the same command with run.dir=NEW_PATH"
-        if lost == "moved"
-        else "What is left of it, or was moved to another disk, can be gone on from by the same "
-        "command with run.dir where it is; where nothing is, that begins anew"
-    )
-    what = "was moved" if lost == "moved" else "or its lock, was removed"
-    comma = "" if lost == "moved" else ","
-    return CheckpointError(
-        f"the run's folder{comma} {what} while it trained, so nothing more is written to "
-        f"{folder.path}. {advice}"
-    )
 
 
 def _describe(error: BaseException) -> str:
