@@ -121,7 +121,6 @@ class Trainer:
                 hooks.on_step(task)
             if task.phase.done:
                 hooks.on_phase_end(task)
-        task.signals.reached_border()  # a signal that comes while the last save is made, too
         hooks.on_loop_end(task)
 
     def _start(self) -> None:

@@ -23,7 +23,7 @@ from phaseloop.engine.errors import CheckpointError, DamagedError
 from phaseloop.engine.urls import Place, Url, place
 
 FORMAT = 1
-BLOCK = 16 << 20
+BLOCK = 1 << 20
 """Bytes that are read, written and hashed at a time."""
 
 
