@@ -460,8 +460,9 @@ class Told(Endless):
 
 
 @pytest.mark.parametrize(
-    ("stream", "limit", "warned"), [(Endless(), 8, True), (Endless(), None, False), (Told(), 8, False)]
-)  # fmt: skip
+    ("stream", "limit", "warned"),
+    [(Endless(), 8, True), (Endless(), None, False), (Told(), 8, False)],
+)
 def test_a_limit_on_a_stream_that_goes_on_by_itself_is_told(
     stream: Any, limit: int | None, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
