@@ -246,7 +246,9 @@ def wrong_folder(run: Path) -> Iterator[str]:
 def left_over(run: Path) -> bool:
     """A checkpoint was being written or removed."""
     folder = run / "checkpoints"
-    return folder.is_dir() and any(path.name.startswith(".") for path in folder.iterdir())
+    return folder.is_dir() and any(
+        path.name.startswith((".writing-", ".removing-")) for path in folder.iterdir()
+    )
 
 
 def _not_saved(folder: Path, pid: int) -> Iterator[str]:
