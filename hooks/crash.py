@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 import traceback
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
@@ -50,7 +50,8 @@ class Crash(Hook):
         replace_text(place / REPORT, json.dumps(_report(task, error), indent=1) + "\n")
         log.info("what is known of the error is in %s", place)
         if self.weights:
-            _write_weights(place / WEIGHTS, task.raw_state())
+            state = task.raw_state()
+            replace(place / WEIGHTS, lambda file: torch.save(state, file))
 
 
 def _report(task: Task, error: BaseException) -> dict[str, Any]:
@@ -89,13 +90,3 @@ def _new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             number += 1
             place = parent / f"{name}.{number}"
-
-
-def _write_weights(path: Path, state: dict[str, Any]) -> None:
-    """By renaming: they are there as a whole, or not."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -8,7 +8,6 @@ nor the model's code is needed. Exit codes: 0 done; 1 an error; 2 wrong argument
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.urls import Place, check_url, place
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
@@ -252,18 +252,10 @@ def _write_pt(
 
 
 def _write(out: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """By renaming, so that a file that was there stays whole until the new one is."""
-    temporary = out.with_name(f".{out.name}.new")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
+        replace(out, write)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

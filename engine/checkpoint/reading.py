@@ -79,7 +79,8 @@ def safe_load(path: Place) -> Any:
         return _load(path, path)
     with tempfile.TemporaryFile() as kept:
         try:
-            _checksum(storage_at(path.parent), "", path.name, kept)
+            with storage_at(path.parent).open("", path.name) as source:
+                checksum(source, kept)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be read: {said(error)}") from error
         kept.seek(0)
@@ -132,7 +133,8 @@ def verify(storage: Local | Remote, name: str) -> Saved:
                 raise DamagedError(f"checkpoint {path} lacks {file}")
             if storage.keeps_what_it_read:
                 kept[file] = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as Saved
-            _compare(path, file, facts, _checksum(storage, name, file, kept.get(file)))
+            with storage.open(name, file) as source:
+                _compare(path, file, facts, checksum(source, kept.get(file)))
     except (OSError, RuntimeError) as error:
         raise unreadable(path, error) from error
     return Saved(path, manifest, kept)
@@ -169,17 +171,14 @@ def _manifest(storage: Local | Remote, name: str) -> dict[str, Any]:
     return manifest
 
 
-def _checksum(
-    storage: Local | Remote, name: str, file: str, kept: IO[bytes] | None
-) -> tuple[int, str]:
-    """Bytes and checksum of a file, which is copied to ``kept``."""
+def checksum(source: IO[bytes], kept: IO[bytes] | None = None) -> tuple[int, str]:
+    """Bytes and checksum of an open file, which is copied to ``kept``."""
     digest, size = hashlib.sha256(), 0
-    with storage.open(name, file) as source:
-        while block := source.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-            if kept is not None:
-                kept.write(block)
+    while block := source.read(BLOCK):
+        digest.update(block)
+        size += len(block)
+        if kept is not None:
+            kept.write(block)
     return size, digest.hexdigest()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phaseloop.engine.checkpoint.reading import checksum
 from phaseloop.engine.errors import ConfigError, listing
 from phaseloop.engine.urls import Place
 
-_BLOCK = 1 << 20
 _MOST_NESTED = 6
 TIED = "tied"
 """In a safetensors file's metadata: names left out, each with the name of its tensor, as JSON."""
@@ -85,21 +85,14 @@ def content_of(where: Place, key: str) -> tuple[str, Path | io.BytesIO]:
 
     try:
         if isinstance(where, Path):
-            return _sha256(where), where
+            with open(where, "rb") as file:
+                return checksum(file)[1], where
         with fsspec.open(str(where), "rb", **where.options) as file:
             content = file.read()
     except Exception as error:  # each kind of place has its own
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(join(key, "path"), f"{where} cannot be read: {said}") from error
     return hashlib.sha256(content).hexdigest(), io.BytesIO(content)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _load(data: Path | io.BytesIO) -> Any:
