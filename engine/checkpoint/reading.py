@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -208,8 +209,16 @@ def _load(source: Any, shown: Place) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"{shown} was not loaded: it is no file of tensors and plain Python "
-            f"({type(error).__name__}: {reason[0]})"
+            f"({why_refused(error) or type(error).__name__})"
         ) from error
+
+
+def why_refused(error: Exception) -> str:
+    """What a file asks for beside tensors and plain Python; empty: it is a damaged one.
+
+    torch's own text says how to run what is in it.
+    """
+    match = re.search(r"\bGLOBAL ([\w.]+)", str(error))
+    return f"it asks for {match[1]}" if match else ""
