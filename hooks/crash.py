@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phaseloop.engine.data import failed
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import ConfigError
@@ -26,8 +27,8 @@ WEIGHTS = "weights.pt"
 
 @register_hook("crash", default=True)
 class Crash(Hook):
-    """Writes ``crash/update_000000017/report.json``: the error, where the run stood, and which
-    samples the batch at hand had. The number is that of the updates made.
+    """Writes ``crash/update_000000017/report.json``: the error, where the run stood, which samples
+    the batch at hand had, and which could not be read. The number is that of the updates made.
 
     Another crash there has a folder of its own, ``update_000000017.2``. Nothing is written where
     the user left by Ctrl-C, or where the configuration was wrong.
@@ -67,6 +68,7 @@ def _report(task: Task, error: BaseException) -> dict[str, Any]:
         "updates": progress.updates,
         "batch_of_phase": phase.position,
         "between_steps": task.failed_whole,
+        "reading": failed.facts_of(error),
         "batches": [_samples(batch) for batch in task.batches_at_hand],
     }
 
