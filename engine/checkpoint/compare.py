@@ -89,7 +89,7 @@ def _by_name(value: Any) -> Any:
     )
     if not is_named:
         return value
-    names = []
+    names: list[str] = []
     for item in value:
         name, times = str(item["name"]), 1
         while name in ("order", *names):  # two may have one name: neither stands for the other
