@@ -253,6 +253,25 @@ def test_conversions_are_said(tmp_path: Path, dtype: torch.dtype) -> None:
     assert same(model, state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_nan_in_what_is_loaded_is_said(tmp_path: Path, caplog: Any, dtype: torch.dtype) -> None:
+    state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in values(Net()).items()}
+    state["backbone.1.running_mean"][0] = torch.inf  # a mask may have it
+    load_weights(Net(), saved(tmp_path, state))
+    assert caplog.text == ""
+    for name in ("head.weight", "head.bias", "backbone.0.weight", "backbone.0.bias"):
+        state[name].view(-1)[-1] = torch.nan
+    path = saved(tmp_path, state)
+    load_weights(Net(), Weights(path, include=["backbone"]))
+    (record,) = caplog.records
+    said = f"weights: {path} has NaN in tensors that are loaded: backbone.0.weight, backbone.0.bias"
+    assert record.getMessage() == said
+    caplog.clear()
+    load_weights(Net(), path)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{said}, head.weight and 1 more"
+
+
 def test_another_kind_of_number_does_not_fit(tmp_path: Path) -> None:
     state: dict[str, Any] = values(Net())
     state["head.bias"] = torch.zeros(7, dtype=torch.int32)
