@@ -13,6 +13,7 @@ from typing import Any
 from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
+from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import (
     CheckpointError,
@@ -324,7 +325,7 @@ def _describe(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if "deterministic" in str(error) and isinstance(error, RuntimeError):
         return "run.deterministic=false allows operations without a deterministic form"
-    return ""
+    return failed.said(error)
 
 
 def _status(outcome: Outcome) -> dict[str, Any]:
