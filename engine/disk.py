@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 
 def flush(path: Path) -> None:
@@ -35,3 +37,26 @@ def make_folder(path: Path, parents: bool = True) -> None:
     for folder in new:
         with contextlib.suppress(PermissionError):  # it may be written, and not be read
             flush(folder.parent)
+
+
+def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file by renaming: a reader sees the old one or the new one, and never half of it.
+
+    Args:
+        path: the file; two that write it at once would leave a mixture.
+        write: writes the content to the open file that it gets.
+
+    Raises:
+        OSError: the disk does not take it; what was there stands.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

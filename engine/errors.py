@@ -57,7 +57,8 @@ class NonFiniteError(PhaseloopError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the allowed name most like ``name``, or an empty string."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    others = [other for other in allowed if other != name]
+    found = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

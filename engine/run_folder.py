@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import yaml
 
-from phaseloop.engine.disk import make_folder
+from phaseloop.engine.disk import make_folder, replace
 from phaseloop.engine.errors import ConfigError, InUseError
 from phaseloop.engine.log_file import LogFile
 from phaseloop.engine.settings import Run
@@ -263,13 +263,8 @@ _one_at_a_time = threading.Lock()
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small text file by renaming: a reader sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
     with _one_at_a_time:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace(path, lambda file: file.write(text.encode()))
 
 
 class ConsoleHandler(logging.Handler):

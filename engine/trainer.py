@@ -13,6 +13,7 @@ from typing import Any
 from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
+from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
@@ -132,7 +133,6 @@ class Trainer:
                 hooks.on_step(task)
             if task.phase.done:
                 hooks.on_phase_end(task)
-        task.signals.reached_border()  # a signal that comes while the last save is made, too
         hooks.on_loop_end(task)
 
     def _start(self) -> None:
@@ -282,7 +282,7 @@ def _describe(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if "deterministic" in str(error) and isinstance(error, RuntimeError):
         return "run.deterministic=false allows operations without a deterministic form"
-    return ""
+    return failed.said(error)
 
 
 def _status(outcome: Outcome) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 
 from phaseloop.engine import plan_report
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream import StreamLoader
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.phases import LENGTHS, TRAIN
 from phaseloop.engine.registry import register_hook
@@ -191,6 +192,9 @@ def _nothing_done(task: Task, outcome: Outcome) -> Rows:
     else:
         first = ("already stopped", f"{amount}: {outcome.reason}")
         more = "the same command with the setting changed that the reason names"
+        loader = task.loaders[TRAIN]
+        if isinstance(loader, StreamLoader) and loader.used_up:
+            more = f"there is nothing to go on with: {loader.key} is used up"
     anew = "another run.dir, or run.resume=never, which puts this run aside"
     rows = [first, *_results(outcome), ("to go on", more)]
     return [*rows, ("to start anew", anew), *_places(task)]

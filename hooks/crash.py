@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 import traceback
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 import torch
 
+from phaseloop.engine.data import failed
 from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
@@ -26,8 +27,8 @@ WEIGHTS = "weights.pt"
 
 @register_hook("crash", default=True)
 class Crash(Hook):
-    """Writes ``crash/update_000000017/report.json``: the error, where the run stood, and which
-    samples the batch at hand had. The number is that of the updates made.
+    """Writes ``crash/update_000000017/report.json``: the error, where the run stood, which samples
+    the batch at hand had, and which could not be read. The number is that of the updates made.
 
     Another crash there has a folder of its own, ``update_000000017.2``. Nothing is written where
     the user left by Ctrl-C, or where the configuration was wrong.
@@ -52,7 +53,8 @@ class Crash(Hook):
         replace_text(place / REPORT, json.dumps(_report(task, error), indent=1) + "\n")
         log.info("what is known of the error is in %s", place)
         if self.weights:
-            _write_weights(place / WEIGHTS, task.raw_state())
+            state = task.raw_state()
+            replace(place / WEIGHTS, lambda file: torch.save(state, file))
 
 
 def _report(task: Task, error: BaseException) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def _report(task: Task, error: BaseException) -> dict[str, Any]:
         "updates": progress.updates,
         "batch_of_phase": phase.position,
         "between_steps": task.failed_whole,
+        "reading": failed.facts_of(error),
         "batches": [_samples(batch) for batch in task.batches_at_hand],
     }
 
@@ -91,13 +94,3 @@ def _new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             number += 1
             place = parent / f"{name}.{number}"
-
-
-def _write_weights(path: Path, state: dict[str, Any]) -> None:
-    """By renaming: they are there as a whole, or not."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

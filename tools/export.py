@@ -18,8 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from phaseloop.engine.errors import CheckpointError, ConfigError
-from phaseloop.engine.urls import Place, check_url, place
+from phaseloop.engine.disk import replace
+from phaseloop.engine.errors import CheckpointError, ConfigError, nearest
+from phaseloop.engine.urls import Place, check_url, is_url, place
 from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ usage: python tools/export.py RUN OUT [key=value ...]
 RAW = "raw"
 _FORMATS = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-_OWN = re.compile(r"^\+{0,2}(which|averages|dtype|format|force)=(.*)$", re.DOTALL)
+_OPTIONS = ("which", "averages", "dtype", "format", "force")
+_OWN = re.compile(rf"^\+{{0,2}}({'|'.join(_OPTIONS)})=(.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    own: dict[str, Any] = {match[1]: match[2] for word in words if (match := _OWN.match(word))}
+    own = _options(words)
     rest = [word for word in words if not _OWN.match(word)]
     if len(rest) != 2 or any(word.startswith("-") for word in rest):
+        _name_the_wrong(rest)
         given = ", ".join(map(repr, rest)) or "nothing"
         raise ConfigError("", f"give a run or a checkpoint, and the file to write; got {given}")
     force = {"true": True, "false": False}.get(own.pop("force", "false").lower())
@@ -97,6 +100,27 @@ def _run(words: Sequence[str]) -> int:
     for name, first in done.tied.items():
         print(f"            {name} is the tensor {first}")
     return DONE
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """The words that are options, each name once."""
+    own: dict[str, Any] = {}
+    for match in filter(None, map(_OWN.match, words)):
+        if match[1] in own:
+            raise ConfigError(match[1], f"is given twice, as {own[match[1]]!r} and {match[2]!r}")
+        own[match[1]] = match[2]
+    return own
+
+
+def _name_the_wrong(rest: Sequence[str]) -> None:
+    """Raises ConfigError for a word that looks like an option and is none, nor a path."""
+    for word in rest:
+        name = (word.partition("=")[0]).lstrip("+")
+        if "=" in word and re.fullmatch(r"\w+", name) and not os.path.exists(word):
+            hint = nearest(name, _OPTIONS)
+            raise ConfigError(
+                name, f"there is no such option.{hint} There are: {', '.join(_OPTIONS)}"
+            )
 
 
 def export(
@@ -114,7 +138,7 @@ def export(
 
     Args:
         folder: a run's, or a checkpoint's; or its URL.
-        out: the file; it is there whole or not at all.
+        out: the file, on this machine and not among checkpoints; it is there whole or not at all.
         which: of a run: ``newest`` (also None), ``best``, or a checkpoint's name.
         averages: ``raw``, or the name of the hook whose averages are taken; None: what the run
             tested, by its configuration.
@@ -125,9 +149,10 @@ def export(
 
     Raises:
         ConfigError: there is no such checkpoint or average, it is not known which one was tested,
-            ``out`` exists, or what is in the checkpoint does not go into this format.
+            ``out`` exists or lies among checkpoints, or what is in the checkpoint does not go into
+            this format.
     """
-    out = Path(out)
+    out = _on_disk(str(out))
     format = _format(out, format)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError("dtype", f"{dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -144,6 +169,7 @@ def export(
 
     from phaseloop.engine.checkpoint import choosing
 
+    _check_apart(out, choosing.checkpoints_at(where))
     saved = choosing.checkpoint_at(where, which, "")
     weights = averages if averages is not None else _tested(saved)
     try:
@@ -159,6 +185,39 @@ def export(
     tensors = [v for n, v in state.items() if isinstance(v, torch.Tensor) and n not in tied]
     count = sum(tensor.numel() for tensor in tensors)
     return Exported(out, saved.path, weights, len(tensors), count, tied)
+
+
+def _on_disk(out: str) -> Path:
+    if is_url(out):
+        raise ConfigError(
+            "out", f"{out} is a URL; the file is written to a disk of this machine: give a path"
+        )
+    check_url(out, "out")
+    path = place(out)
+    assert isinstance(path, Path)
+    return path
+
+
+def _check_apart(out: Path, checkpoints: Place | None) -> None:
+    """Raises ConfigError for a file in a checkpoint or among those of a run."""
+    from phaseloop.engine.checkpoint.contents import STATE
+    from phaseloop.engine.checkpoint.names import MANIFEST, is_name
+
+    own = checkpoints.resolve() if isinstance(checkpoints, Path) else None
+    parent = out.absolute().parent.resolve()
+    if (parent / MANIFEST).exists() and (parent / STATE).exists():  # one that has another name
+        inside = True
+    else:
+        inside = any(
+            is_name(folder.name)
+            or folder == own
+            or (folder.name == "checkpoints" and any(map(is_name, os.listdir(folder))))
+            for folder in (parent, *parent.parents)
+        )
+    if inside:
+        raise ConfigError(
+            "out", f"{out} is among checkpoints, which hold nothing else; give another folder"
+        )
 
 
 def _format(out: Path, given: str | None) -> str:
@@ -252,18 +311,10 @@ def _write_pt(
 
 
 def _write(out: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """By renaming, so that a file that was there stays whole until the new one is."""
-    temporary = out.with_name(f".{out.name}.new")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
+        replace(out, write)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

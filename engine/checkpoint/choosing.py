@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from phaseloop.engine.checkpoint.source import Source, content_of, is_folder, jo
 from phaseloop.engine.errors import CheckpointError, ConfigError, listing, nearest
 from phaseloop.engine.run_folder import RESOLVED, RunFolder
 from phaseloop.engine.urls import Place
+
+log = logging.getLogger("phaseloop")
 
 
 def read_checkpoint(where: Place, which: str | None, averages: str | None, key: str) -> Source:
@@ -46,7 +49,7 @@ def checkpoint_at(where: Place, which: str | None, key: str) -> store.Saved:
         ConfigError: as :func:`read_checkpoint`.
     """
     try:
-        if is_name(where.name) or _holds(where, store.MANIFEST):
+        if _is_one(where):
             if which is not None:
                 raise ConfigError(join(key, "which"), f"{where} is one checkpoint; leave it out")
             return store.verified(where)
@@ -64,9 +67,30 @@ def checkpoint_at(where: Place, which: str | None, key: str) -> store.Saved:
         newest = next(checkpoints.whole(set_aside=False), None)
         if newest is None:
             raise ConfigError(join(key, "path"), f"{where} holds no whole checkpoint")
-        return newest if which != "best" else _best(checkpoints, newest, key)
+        last = checkpoints.names()[-1]
+        if which == "best":
+            return _best(checkpoints, newest, last, key)
+        if newest.path.name != last:
+            log.warning("%s is damaged: what is taken is %s, before it", last, newest.path.name)
+        return newest
     except CheckpointError as error:
         raise ConfigError(join(key, "path"), str(error)) from None
+
+
+def checkpoints_at(where: Place) -> Place | None:
+    """The folder of a run's checkpoints; None: it is one checkpoint.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return None if _is_one(where) else _checkpoints_of(where)
+    except CheckpointError as error:
+        raise ConfigError("run", str(error)) from None
+
+
+def _is_one(where: Place) -> bool:
+    return is_name(where.name) or _holds(where, store.MANIFEST)
 
 
 def _checkpoints_of(where: Place) -> Place:
@@ -91,8 +115,18 @@ def _holds(where: Place, name: str) -> bool:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
 
 
-def _best(checkpoints: store.Store, newest: store.Saved, key: str) -> store.Saved:
-    """The best by what the newest one's hook ``checkpoint``, of whatever name, has noted."""
+def _best(checkpoints: store.Store, newest: store.Saved, last: str, key: str) -> store.Saved:
+    """The best by what the newest one's hook ``checkpoint``, of whatever name, has noted.
+
+    Raises:
+        ConfigError: the newest, ``last``, is damaged, so nobody knows; or the run keeps none.
+    """
+    if newest.path.name != last:
+        raise ConfigError(
+            join(key, "which"),
+            f"the newest checkpoint notes which is the best, and {last} is damaged. Name one: "
+            f"{listing(name for name in checkpoints.names() if name != last)}",
+        )
     for state in store.load(newest, STATE)["hooks"].values():
         if isinstance(best := state.get("best"), list) and "written" in state and best:
             return store.verified(checkpoints.folder / best[0][3])

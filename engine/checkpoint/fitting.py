@@ -230,6 +230,18 @@ def _conversions(asked: Mapping[str, Any], chosen: Mapping[str, Any]) -> Counter
     )
 
 
+def without_values(chosen: Mapping[str, Any]) -> str:
+    """The first names whose tensors have NaN in them; empty: none has."""
+    return _some([name for name, value in chosen.items() if _has_nan(value)], _SHOWN)
+
+
+def _has_nan(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    one_byte = value.element_size() == 1  # of these torch compares nothing
+    return bool((value.float() if one_byte else value).isnan().any())
+
+
 def _some(names: Sequence[str], most: int | None) -> str:
     shown = list(names if most is None else names[:most])
     more = len(names) - len(shown)

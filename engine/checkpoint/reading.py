@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from phaseloop.engine.errors import CheckpointError, DamagedError
 from phaseloop.engine.urls import Place, Url, place
 
 FORMAT = 1
-BLOCK = 16 << 20
+BLOCK = 1 << 20
 """Bytes that are read, written and hashed at a time."""
 
 
@@ -80,7 +81,8 @@ def safe_load(path: Place) -> Any:
         return _load(path, path)
     with tempfile.TemporaryFile() as kept:
         try:
-            _checksum(storage_at(path.parent), "", path.name, kept)
+            with storage_at(path.parent).open("", path.name) as source:
+                checksum(source, kept)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be read: {said(error)}") from error
         kept.seek(0)
@@ -133,7 +135,8 @@ def verify(storage: Local | Remote, name: str) -> Saved:
                 raise DamagedError(f"checkpoint {path} lacks {file}")
             if storage.keeps_what_it_read:
                 kept[file] = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as Saved
-            _compare(path, file, facts, _checksum(storage, name, file, kept.get(file)))
+            with storage.open(name, file) as source:
+                _compare(path, file, facts, checksum(source, kept.get(file)))
     except (OSError, RuntimeError) as error:
         raise unreadable(path, error) from error
     return Saved(path, manifest, kept)
@@ -174,17 +177,14 @@ def _manifest(storage: Local | Remote, name: str) -> dict[str, Any]:
     return manifest
 
 
-def _checksum(
-    storage: Local | Remote, name: str, file: str, kept: IO[bytes] | None
-) -> tuple[int, str]:
-    """Bytes and checksum of a file, which is copied to ``kept``."""
+def checksum(source: IO[bytes], kept: IO[bytes] | None = None) -> tuple[int, str]:
+    """Bytes and checksum of an open file, which is copied to ``kept``."""
     digest, size = hashlib.sha256(), 0
-    with storage.open(name, file) as source:
-        while block := source.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-            if kept is not None:
-                kept.write(block)
+    while block := source.read(BLOCK):
+        digest.update(block)
+        size += len(block)
+        if kept is not None:
+            kept.write(block)
     return size, digest.hexdigest()
 
 
@@ -214,8 +214,16 @@ def _load(source: Any, shown: Place) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"{shown} was not loaded: it is no file of tensors and plain Python "
-            f"({type(error).__name__}: {reason[0]})"
+            f"({why_refused(error) or type(error).__name__})"
         ) from error
+
+
+def why_refused(error: Exception) -> str:
+    """What a file asks for beside tensors and plain Python; empty: it is a damaged one.
+
+    torch's own text says how to run what is in it.
+    """
+    match = re.search(r"\bGLOBAL ([\w.]+)", str(error))
+    return f"it asks for {match[1]}" if match else ""

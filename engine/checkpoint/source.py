@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phaseloop.engine.checkpoint.reading import checksum, why_refused
 from phaseloop.engine.errors import ConfigError, listing
 from phaseloop.engine.urls import Place
 
-_BLOCK = 1 << 20
 _MOST_NESTED = 6
+_OF_TORCH = (b"PK", b"\x80")  # a zip file, or a pickle
 TIED = "tied"
 """In a safetensors file's metadata: names left out, each with the name of its tensor, as JSON."""
 
@@ -69,13 +70,10 @@ def read_file(where: Place, at: str | None, key: str) -> Source:
     sha256, data = content_of(where, key)
     try:
         found = _load(data)
+    except MemoryError:
+        raise
     except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), "").strip()
-        raise ConfigError(
-            join(key, "path"),
-            f"{where} was not loaded: a file of weights holds tensors and plain Python, and "
-            f"nothing in it is run ({type(error).__name__}: {reason[:200]})",
-        ) from error
+        raise ConfigError(join(key, "path"), _why_not(data, error, str(where))) from error
     return Source(_state_at(found, at, str(where), key), sha256, str(where))
 
 
@@ -85,7 +83,8 @@ def content_of(where: Place, key: str) -> tuple[str, Path | io.BytesIO]:
 
     try:
         if isinstance(where, Path):
-            return _sha256(where), where
+            with open(where, "rb") as file:
+                return checksum(file)[1], where
         with fsspec.open(str(where), "rb", **where.options) as file:
             content = file.read()
     except Exception as error:  # each kind of place has its own
@@ -94,22 +93,30 @@ def content_of(where: Place, key: str) -> tuple[str, Path | io.BytesIO]:
     return hashlib.sha256(content).hexdigest(), io.BytesIO(content)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+def _why_not(data: Path | io.BytesIO, error: Exception, shown: str) -> str:
+    """Why a file was not loaded: what it is, and not how torch would run it."""
+    head = _head(data)
+    if not head:
+        return f"{shown} is empty"
+    # A text may begin like a pickle that asks for something.
+    if head.startswith(_OF_TORCH) and (reason := why_refused(error)):
+        return (
+            f"{shown} was not loaded: a file of weights holds tensors and plain Python, and "
+            f"nothing in it is run; {reason}"
+        )
+    return f"{shown} was not loaded: it is cut off, or no file of torch's or safetensors'"
+
+
+def _head(data: Path | io.BytesIO) -> bytes:
+    if not isinstance(data, Path):
+        return data.getvalue()[:9]
+    with open(data, "rb") as file:
+        return file.read(9)
 
 
 def _load(data: Path | io.BytesIO) -> Any:
     """By what the file begins with, whatever it is called."""
-    if isinstance(data, Path):
-        with open(data, "rb") as file:
-            head = file.read(9)
-    else:
-        head = data.getvalue()[:9]
-    if head[8:9] != b"{":  # safetensors: the header's length in eight bytes, then JSON
+    if _head(data)[8:9] != b"{":  # safetensors: the header's length in eight bytes, then JSON
         return torch.load(data, map_location="cpu", weights_only=True)
     import safetensors.torch
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from phaseloop.engine.checkpoint import choosing, source
-from phaseloop.engine.checkpoint.fitting import WeightsReport, compare, hint
+from phaseloop.engine.checkpoint.fitting import WeightsReport, compare, hint, without_values
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.run_folder import ONLY_FILE
 from phaseloop.engine.urls import Place, check_url, place
@@ -196,6 +196,8 @@ def _load(
     if log_it:
         for line in report.lines(_SHOWN):
             log.info("%s", line)
+    if lost := without_values(chosen):
+        log.warning("%s: %s has NaN in tensors that are loaded: %s", key, found.place, lost)
     state = OrderedDict(chosen)
     # Names and values are as this version of each module has them.
     state._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]

@@ -273,8 +273,9 @@ def _with_place(error: ConfigError, config: dict[str, Any]) -> ConfigError:
     if "there is no such key" not in text:
         return error
     last = error.key.split(".")[-1]
-    places = [*_schema_paths(Schema, ""), *_config_paths(config, "")]
-    right = [p for p in places if p.split(".")[-1] == last and p != error.key]
+    found = [*_schema_paths(Schema, ""), *_config_paths(config, "")]
+    places = [p for p in found if p != error.key and not p.startswith(f"{error.key}.")]
+    right = [p for p in places if p.split(".")[-1] == last]
     if right:
         return ConfigError(error.key, f"there is no such key. Did you mean {right[0]!r}?")
     if "Did you mean" in text:

@@ -17,9 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, Subset, default_collate
 
 from phaseloop.engine import rng
+from phaseloop.engine.data import failed
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.places import USUAL, placed
 from phaseloop.engine.errors import ConfigError, DataError
+
+_SHOWN = 8  # of the samples of a micro-batch, in a message
 
 
 class Request(NamedTuple):
@@ -88,9 +91,29 @@ class Reader(Dataset[Any]):
             return self._read(request)
         except StopIteration as error:
             # It would pass for the loader's own end, and samples would be lost in silence.
-            raise DataError(
+            failure: Exception = DataError(
                 f"the dataset raised StopIteration while reading a sample: {error}"
-            ) from error
+            )
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        self._note(failure, request, None)
+        return failed.hand_on(failure)
+
+    def _note(self, error: Exception, request: Request, position: int | None) -> None:
+        """Keep with the error what was being read: a sample of the request, or all of it."""
+        indices = request.indices.tolist()
+        names = None
+        if self._mix is not None and request.sources is not None:
+            names = [self._mix.names[source] for source in request.sources.tolist()]
+        if position is not None:
+            place = self._key if names is None else f"{self._key}.mix.{names[position]}"
+            what = f"sample {indices[position]} of {place}"
+        else:
+            shown = ", ".join(map(str, indices[:_SHOWN]))
+            what = f"samples {shown}{', ...' if len(indices) > _SHOWN else ''} of {self._key}"
+        sample = None if position is None else indices[position]
+        failed.note(error, what, set=self._key, indices=indices, sources=names, sample=sample)
 
     def _read(self, request: Request) -> Any:
         batch = self._fetched(request) if self._fetches else self._collated(request)
@@ -120,10 +143,14 @@ class Reader(Dataset[Any]):
             return self._collate(self._many(indices))
         sources = [0] * len(indices) if request.sources is None else request.sources.tolist()
         seeds = request.seeds or (request.seed,)
-        samples = []
-        for source, index, key in zip(sources, indices, keys, strict=True):
-            rng.seed_host(rng.mix(seeds[source], key))
-            samples.append(self._getters[source](index))
+        samples: list[Any] = []
+        try:
+            for source, index, key in zip(sources, indices, keys, strict=True):
+                rng.seed_host(rng.mix(seeds[source], key))
+                samples.append(self._getters[source](index))
+        except Exception as error:
+            self._note(error, request, len(samples))
+            raise
         # Drawing in a collate function must not depend on the last sample's draws.
         rng.seed_host(rng.mix(request.seed, keys[0], -1))
         return self._collate(samples)

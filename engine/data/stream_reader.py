@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from phaseloop.engine import rng
+from phaseloop.engine.data import failed
 from phaseloop.engine.data.places import placed
 from phaseloop.engine.data.plan import BatchPlan, cut
 from phaseloop.engine.errors import ConfigError, DataError
@@ -122,6 +123,7 @@ class Pass(Iterator[Collected]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         self._windows = windows
+        self._worker = None if info is None else worker
         self._order = order
         self._limit = order.limit
         if order.limit is not None:
@@ -155,7 +157,23 @@ class Pass(Iterator[Collected]):
 
     # --- reading ---
 
-    def __next__(self) -> Collected:
+    def __next__(self) -> Any:
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except Exception as error:
+            failure = error
+        order, key, count = self._order, self._windows.key, self._count
+        facts = {"set": key, "epoch": order.epoch, "count": count, "worker": self._worker}
+        where = f" in epoch {order.epoch}" if order.epoch else ""
+        by = "" if self._worker is None else f" by worker {self._worker}"
+        failed.note(failure, f"{key}{where}, after {count} samples{by}", **facts)
+        # Nothing is asked of the stream any more, nor where it stands.
+        self._samples, self._over = None, True
+        return failed.hand_on(failure)
+
+    def _next(self) -> Collected:
         if self._over:
             raise StopIteration
         if self._samples is None:

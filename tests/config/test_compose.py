@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phaseloop.engine.config.compose import compose, experiments, merge, normalize
+from phaseloop.engine.config.schema import check
 from phaseloop.engine.errors import ConfigError
 from tests.rigs import cli
 
@@ -54,6 +55,15 @@ def test_the_current_folder_is_searched_first(tmp_path, monkeypatch):
     (tmp_path / "configs" / "optimizer" / "mine.yaml").write_text("name: sgd\nlr: 0.7\n")
     assert compose(["config=tiny", "optimizer=mine"]).config["optimizer"]["lr"] == 0.7
     assert compose(["config=tiny", "optimizer=adam"]).config["optimizer"]["name"] == "adam"
+
+
+@pytest.mark.parametrize("word", ["+x=1", "+x={x: 1}", "+x={y: 1}", "+data.x=1", "+data.x={x: 1}"])
+def test_a_wrong_key_is_not_what_was_meant(tmp_path, monkeypatch, word):
+    monkeypatch.chdir(cli.folder(tmp_path))
+    with pytest.raises(ConfigError, match="there is no such key") as caught:
+        check(compose(["config=tiny", word]).config)
+    hint = str(caught.value).partition("Did you mean ")[2]
+    assert not hint.startswith(("'x", "'data.x")), str(caught.value)
 
 
 def test_interpolations_are_resolved_and_values_can_be_deleted(tmp_path, monkeypatch):

@@ -150,9 +150,14 @@ def test_data_c_on_the_command_line(tmp_path: Path) -> None:
     refused = cli.run(["config=stream", "phases={epochs: 3}", "schedule=cosine"], folder)
     assert refused.returncode == 2
     assert "phases.updates" in refused.stderr
-    once = cli.run(["config=stream", "data.train.dataset.name=r1_one_pass"], folder)
+    words = ["config=stream", "data.train.dataset.name=r1_one_pass", "run.dir=runs/once"]
+    once = cli.run(words, folder)
     assert once.returncode == 0
     assert "data.train is used up after 10 updates" in once.stdout + once.stderr
+    again = cli.run(words, folder)
+    assert again.returncode == 0
+    assert "there is nothing to go on with: data.train is used up" in again.stdout
+    assert "setting changed" not in again.stdout
 
 
 # --- DATA-d ---
@@ -173,7 +178,7 @@ def trace(kind: str, workers: int, every: int | None = None, test_workers: int =
 
     def look(task: Task) -> Any:
         drawn = r1.draws()
-        if not task.train:
+        if not task.train or task.batch is None or task.loss is None:
             return None
         return task.batch.data["index"].tolist(), float(task.loss), drawn
 

@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from phaseloop import (
     ConfigError,
     Data,
     Hook,
+    Mix,
     NoBatchError,
     NonFiniteError,
     Order,
@@ -456,6 +460,91 @@ def test_exc_a_a_report_between_two_steps_names_no_batch(tmp_path: Path) -> None
     (report,) = reports(tmp_path / "run").values()
     assert report["batches"] == [] and report["between_steps"] is True
     assert report["updates"] == 6
+
+
+class Unreadable(r1.Samples):
+    """Some samples cannot be read."""
+
+    def __init__(self, *indices: int, error: type[Exception] = ValueError) -> None:
+        super().__init__()
+        self.indices, self.error = indices, error
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.indices:
+            raise self.error("the text of it")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [ValueError, KeyError, StopIteration])
+def test_exc_a_a_report_names_the_sample_that_could_not_be_read(
+    tmp_path: Path, workers: int, error: type[Exception]
+) -> None:
+    folder = tmp_path / "run"
+    ids = r1.lines(probe_of(reference()), "update")[6]["ids"]
+    data = Data(Unreadable(ids[1], error=error), r1.BATCH, workers=workers)
+    with pytest.raises(Exception, match="the text of it") as caught:
+        train(folder, {"crash": Crash()}, train=data)
+    what = f"sample {ids[1]} of data.train"
+    (report,) = reports(folder).values()
+    assert report["updates"] == 6 and report["batches"] == []
+    assert report["reading"] == {
+        "what": what, "set": "data.train", "indices": ids, "sources": None, "sample": ids[1],
+    }  # fmt: skip
+    assert f"(while reading {what})" in (folder / "log.txt").read_text()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert (f"while reading {what}" in shown) == (sys.version_info >= (3, 11))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_exc_a_of_a_mix_the_source_is_named_and_of_a_list_all_samples(
+    tmp_path: Path, workers: int
+) -> None:
+    class Lists(r1.Samples):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            raise ValueError("the text of it")
+
+    mix = Mix({"good": r1.Samples(), "bad": Unreadable(*range(r1.SAMPLES))})
+    for name, dataset in (("mix", mix), ("lists", Lists())):
+        with pytest.raises(ValueError, match="the text of it"):
+            train(
+                tmp_path / name, {"crash": Crash()}, train=Data(dataset, r1.BATCH, workers=workers)
+            )
+    (report,) = reports(tmp_path / "mix").values()
+    reading = report["reading"]
+    first = reading["sources"].index("bad")
+    assert reading["sample"] == reading["indices"][first]
+    assert reading["what"] == f"sample {reading['sample']} of data.train.mix.bad"
+    assert set(reading["sources"][:first]) <= {"good"}
+    (report,) = reports(tmp_path / "lists").values()
+    ids = r1.lines(probe_of(reference()), "update")[0]["ids"]
+    assert report["reading"]["indices"] == ids and report["reading"]["sample"] is None
+    assert report["reading"]["what"] == f"samples {', '.join(map(str, ids))} of data.train"
+
+
+class BrokenStream(IterableDataset[Any]):
+    """Its sixth sample cannot be read."""
+
+    def __iter__(self) -> Any:
+        samples = r1.Samples()
+        for index in range(5):
+            yield samples[index]
+        raise ValueError("the text of it")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_exc_a_of_a_stream_it_is_said_how_much_came_before(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "run"
+    data = Data(BrokenStream(), 2, workers=workers)
+    with pytest.raises(ValueError, match="the text of it"):
+        train(folder, {"crash": Crash()}, train=data)
+    (report,) = reports(folder).values()
+    by = " by worker 0" if workers else ""
+    what = f"data.train in epoch 1, after 5 samples{by}"
+    assert report["reading"] == {
+        "what": what, "set": "data.train", "epoch": 1, "count": 5, "worker": 0 if workers else None,
+    }  # fmt: skip
+    assert f"while reading {what}" in (folder / "log.txt").read_text()
 
 
 def test_exc_a_a_report_of_a_window_names_all_its_samples(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def _broken_off(
         result.inside += code == -KILL and left_over(folder / "run")
     told = f"after {json.dumps(end)}, which ended with {code}"
     found = [*wrong_code(way, code, output), *wrong_folder(folder / "run")]
-    if code in SAVED:
+    if code in SAVED and "twice" not in way:  # which may have left at once, unsaved
         found += _not_saved(folder, started.pid)
     result.wrong += [f"{told}: {what}" for what in found]
     return code == 0

@@ -37,7 +37,7 @@ from phaseloop import (
     TensorData,
     Warmup,
 )
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import local, store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.engine.data.loader import Loader
 from phaseloop.engine.facts import fact_of
@@ -270,8 +270,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
         return read
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "open", stale(builtins.open), raising=False)
-        patch.setattr(Path, "read_bytes", stale(Path.read_bytes))
+        patch.setattr(local, "open", stale(builtins.open), raising=False)
         with pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)):
             go_on(tmp_path)
     assert store.Store(tmp_path / "checkpoints").names() == names

@@ -141,7 +141,7 @@ def test_replacing_leaves_the_old_text_when_it_fails(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError):
         replace_text(path, "new")
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["status.json"]
 
 
 def test_putting_aside_takes_the_next_free_number(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ ATTACKS = [
     "phaseloop.engine.checkpoint.store.Store",
     "phaseloop.engine.run_folder.replace_text",
     "phaseloop.engine.run_folder.put_aside",
+    "phaseloop.engine.disk.replace",
     "phaseloop.tools.run.main",
     "phaseloop.tools.export.export",
     "phaseloop.recipes.digits.make_data.main",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,10 +99,6 @@ def test_a_state_inside_a_file(tmp_path: Path, at: str) -> None:
 def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     absent = refusal(Net(), str(tmp_path / "absent.pt"))
     assert "weights.path: " in absent and "cannot be read: No such file" in absent
-    (tmp_path / "text.pt").write_text("weights")
-    assert "was not loaded" in refusal(Net(), str(tmp_path / "text.pt"))
-    (tmp_path / "short.pt").write_bytes(b"12345678{")
-    assert "was not loaded" in refusal(Net(), str(tmp_path / "short.pt"))
     assert "It holds no tensors by name, but: epoch" in refusal(
         Net(), saved(tmp_path, {"epoch": 1})
     )
@@ -110,6 +107,42 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     assert "is no protocol that fsspec knows" in refusal(Net(), "nosuch://place/file.pt")
     assert "chains protocols" in refusal(Net(), "reference::memory://b")
     assert "holds no whole checkpoint" in refusal(Net(), str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("far", [False, True])
+def test_what_is_damaged_is_called_so(tmp_path: Path, far: bool) -> None:
+    """And not code, nor in torch's words, which say how to run what is in a file."""
+
+    def said(content: bytes) -> str:
+        path = str(tmp_path / "file.bin")
+        Path(path).write_bytes(content)
+        if far:
+            path = f"memory://damaged/{tmp_path.name}.bin"
+            fsspec.filesystem("memory").pipe(path, content)
+        text = refusal(Net(), path)
+        assert "\x1b" not in text and "weights_only" not in text
+        return text.removeprefix(f"weights.path: {path} ")
+
+    kinds: dict[str, Any] = {"zip": {}, "old": {"_use_new_zipfile_serialization": False}}
+    files = {}
+    for kind, options in kinds.items():
+        torch.save(values(Net()), tmp_path / "whole", **options)
+        files[kind] = (tmp_path / "whole").read_bytes()
+    safetensors.torch.save_file(values(Net()), tmp_path / "whole")
+    files["safe"] = (tmp_path / "whole").read_bytes()
+    cut = "was not loaded: it is cut off, or no file of torch's or safetensors'"
+    assert said(b"") == "is empty"
+    shorter = [f[:n] for f in files.values() for n in (-9, len(f) // 2, 9)]
+    others = [b"weights", b"config\nof the run\n", b"root:x:0:0:root", b"12345678{", bytes(99)]
+    for content in [*shorter, *others, pickle.dumps({"w": 1}, 4)]:
+        assert said(content) == cut, content[:9]
+    for kind, options in kinds.items():
+        torch.save({"w": torch.ones(1), "net": nn.Linear(1, 1)}, tmp_path / "whole", **options)
+        assert said((tmp_path / "whole").read_bytes()) == (
+            "was not loaded: a file of weights holds tensors and plain Python, and nothing in it "
+            "is run; it asks for torch.nn.modules.linear.Linear"
+        ), kind
 
 
 # --- names ---
@@ -218,6 +251,25 @@ def test_conversions_are_said(tmp_path: Path, dtype: torch.dtype) -> None:
     floats = sum(v.is_floating_point() for v in state.values())
     assert report.converted == {kinds: floats} and f"converted ({floats}): {kinds}" in str(report)
     assert same(model, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_nan_in_what_is_loaded_is_said(tmp_path: Path, caplog: Any, dtype: torch.dtype) -> None:
+    state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in values(Net()).items()}
+    state["backbone.1.running_mean"][0] = torch.inf  # a mask may have it
+    load_weights(Net(), saved(tmp_path, state))
+    assert caplog.text == ""
+    for name in ("head.weight", "head.bias", "backbone.0.weight", "backbone.0.bias"):
+        state[name].view(-1)[-1] = torch.nan
+    path = saved(tmp_path, state)
+    load_weights(Net(), Weights(path, include=["backbone"]))
+    (record,) = caplog.records
+    said = f"weights: {path} has NaN in tensors that are loaded: backbone.0.weight, backbone.0.bias"
+    assert record.getMessage() == said
+    caplog.clear()
+    load_weights(Net(), path)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{said}, head.weight and 1 more"
 
 
 def test_another_kind_of_number_does_not_fit(tmp_path: Path) -> None:

@@ -219,7 +219,11 @@ def test_a_failing_write_leaves_what_was_there(
         (["m.pt", "which=first"], "which: 'first' is not newest, best or a checkpoint of"),
         (["m.pt", "which=best", "averages=raw"], "which: that run keeps no best checkpoint"),
         (["m.pt", "force=1"], "force: it is true or false"),
-        (["m.pt", "speed=9"], "give a run or a checkpoint, and the file to write"),
+        (["m.pt", "more.pt"], "give a run or a checkpoint, and the file to write"),
+        (["m.pt", "wich=best"], "wich: there is no such option. Did you mean 'which'? There are:"),
+        (["m.pt", "speed=9"], "speed: there is no such option. There are: which, averages,"),
+        (["m.pt", "which=best", "which=newest"], "which: is given twice, as 'best' and 'newest'"),
+        (["s3://bucket/m.pt"], "out: s3://bucket/m.pt is a URL; the file is written to a disk"),
         (["absent/m.pt", "averages=raw"], "out: there is no folder"),
     ],
 )
@@ -232,12 +236,69 @@ def test_mistakes(
     assert os.listdir(tmp_path) == []
 
 
+def damage(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / MODEL).read_bytes())
+    data[-100] ^= 1
+    (checkpoint / MODEL).write_bytes(data)
+
+
+def test_nothing_is_written_among_checkpoints(
+    averaged: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    run_folder = tmp_path / "run"
+    shutil.copytree(averaged, run_folder)
+    other = tmp_path / "other"
+    shutil.copytree(averaged, other)
+    (tmp_path / "link").symlink_to(run_folder / "checkpoints")
+    (run_folder / "checkpoints" / "below").mkdir()
+    checkpoint = newest(run_folder).path
+    copied = tmp_path / "copied"
+    shutil.copytree(checkpoint, copied)
+    monkeypatch.chdir(checkpoint)
+    for given in (run_folder, checkpoint):
+        for out in (
+            checkpoint / MODEL,
+            Path(MODEL),
+            checkpoint / "mine.pt",
+            checkpoint.parent / "mine.pt",
+            checkpoint.parent / "below" / "mine.pt",
+            tmp_path / "link" / "mine.pt",
+            tmp_path / "link" / checkpoint.name / MODEL,
+            other / "checkpoints" / "mine.pt",
+            newest(other).path / MODEL,
+            copied / MODEL,
+        ):
+            assert run([str(given), str(out), "averages=raw", "force=true"]) == WRONG_CONFIG
+            assert f"out: {out} is among checkpoints" in capsys.readouterr().err
+    assert newest(run_folder).path == checkpoint and newest(other).path.name == checkpoint.name
+    assert not list(tmp_path.rglob("mine.pt"))
+    assert run([str(run_folder), str(run_folder / "mine.pt"), "averages=raw"]) == DONE
+
+
+def test_which_is_the_best_is_not_guessed(tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    """What an older checkpoint calls the best may be so no more."""
+    folder = tmp_path / "run"
+    save = {"keep_last": 2, "keep_best": 1, "metric": "train/loss"}
+    process.result(r1.train, folder, epochs=3, save=save)
+    out = tmp_path / "m.pt"
+    assert run([str(folder), str(out), "which=best"]) == DONE
+    names = store.Store(folder / "checkpoints").names()
+    damage(folder / "checkpoints" / names[-1])
+    out.unlink()
+    capsys.readouterr()
+    assert run([str(folder), str(out), "which=best"]) == WRONG_CONFIG
+    said = capsys.readouterr().err
+    assert f"the newest checkpoint notes which is the best, and {names[-1]} is damaged" in said
+    assert f"Name one: {', '.join(names[:-1])}" in said and not out.exists()
+    caplog.clear()
+    assert run([str(folder), str(out), "which=newest"]) == DONE
+    assert f"{names[-1]} is damaged: what is taken is {names[-2]}, before it" in caplog.text
+
+
 def test_a_damaged_checkpoint_is_not_exported(averaged: Path, tmp_path: Path, capsys: Any) -> None:
     copy = tmp_path / newest(averaged).path.name
     shutil.copytree(newest(averaged).path, copy)
-    data = bytearray((copy / MODEL).read_bytes())
-    data[-100] ^= 1
-    (copy / MODEL).write_bytes(data)
+    damage(copy)
     assert run([str(copy), str(tmp_path / "m.pt"), "averages=raw"]) == WRONG_CONFIG
     assert "is damaged" in capsys.readouterr().err
 
