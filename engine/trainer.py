@@ -103,15 +103,12 @@ class Trainer:
             self._start()
             self._walk()
             outcome = self._outcome("stopped" if self.task.stop_reason else "finished")
-        except (OSError, CheckpointError) as error:
+        except BaseException as error:
             # What is written into a folder that was moved fails in as many ways as there are hooks.
-            told = lost_place(self.task)
+            told = lost_place(self.task) if isinstance(error, OSError | CheckpointError) else None
             self._fail(told or error)
             if told is not None:
                 raise told from (error if isinstance(error, OSError) else error.__cause__)
-            raise
-        except BaseException as error:
-            self._fail(error)
             raise
         else:
             return self._end(outcome)
