@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -25,6 +26,7 @@ log = logging.getLogger("phaseloop")
 STATUS = "status.json"
 RESOLVED = "resolved.yaml"
 LOG = "log.txt"
+METRICS = "metrics.jsonl"
 LOCK = ".lock"
 ONLY_FILE = {"only_file": True}
 
@@ -46,13 +48,9 @@ class RunFolder:
     ) -> None:
         self.path = path.absolute()
         self._checkpoints = None if checkpoints is None else place(checkpoints, options)
-        self._key = "run.dir"
-        self._beside: RunFolder | None = None
-        if isinstance(self._checkpoints, Path) and self.checkpoints != self.path:
-            # Another run folder may name the same place, and its lock says nothing of that.
-            self._beside = RunFolder(self._checkpoints)
-            self._beside._key = "run.checkpoints"
+        self._key, self._verb = "run.dir", "training in"
         self._lock: IO[bytes] | None = None
+        self._beside: RunFolder | None = None
         self._handler: logging.Handler | None = None
 
     @classmethod
@@ -87,12 +85,35 @@ class RunFolder:
     def open(self) -> None:
         """Make the folder and take its lock; a dead process holds none.
 
-        A folder of checkpoints that is not in it has a lock of its own.
+        The folder of checkpoints, in it or elsewhere, has a lock of its own: another run's folder
+        may name it, too. Where it is a link to nothing, nobody saves, and there is none to take.
 
         Raises:
             ConfigError: the path is a file, or cannot be made or written.
             InUseError: another process trains in this folder, or saves to that one.
         """
+        self._open()
+        checkpoints = self._locked_checkpoints()
+        if checkpoints is not None and (self.elsewhere or checkpoints._leads_somewhere()):
+            try:
+                checkpoints._open()
+            except BaseException:
+                self.close()
+                raise
+
+    def _locked_checkpoints(self) -> RunFolder | None:
+        """The folder of checkpoints, as one to be locked; None: behind a URL there is no lock."""
+        where = self.checkpoints
+        if self._beside is None and isinstance(where, Path) and where != self.path:
+            self._beside = RunFolder(where)
+            self._beside._verb = "saving to"
+            self._beside._key = "run.checkpoints" if self.elsewhere else "run.dir"
+        return self._beside
+
+    def _leads_somewhere(self) -> bool:
+        return not self.path.is_symlink() or self.path.exists()
+
+    def _open(self) -> None:
         try:
             # Whoever had the folder may have put it aside since it was opened here.
             while not self.in_place:
@@ -100,13 +121,38 @@ class RunFolder:
                 self._take()
         except OSError as error:
             self.close()
-            raise ConfigError(self._key, f"{self.path} cannot be used: {error.strerror}") from None
-        if self._beside is not None:
-            try:
-                self._beside.open()
-            except BaseException:
-                self.close()
-                raise
+            raise ConfigError(self._key, self._problem(error)) from None
+
+    def _problem(self, error: OSError) -> str:
+        """Why the folder cannot be used."""
+        if not self._leads_somewhere():
+            return f"{self.path} is a link to {os.readlink(self.path)}, which is not there"
+        if self.path.is_file():
+            return f"{self.path} is a file, and shall be a folder"
+        return f"{self.path} cannot be used: {error.strerror}"
+
+    def check_checkpoints(self) -> None:
+        """Raises ConfigError where the folder of checkpoints in this one is a link to nothing."""
+        checkpoints = self._locked_checkpoints()
+        if checkpoints is not None and not checkpoints._leads_somewhere():
+            raise ConfigError(checkpoints._key, checkpoints._problem(OSError()))
+
+    def renew_checkpoints(self) -> bool:
+        """Make the folder of checkpoints anew where it was removed or moved meanwhile; whether so.
+
+        Where the folder above it is gone too, a disk may be: that is left to whoever saves.
+
+        Raises:
+            ConfigError: it cannot be made.
+            InUseError: another process saves there now.
+        """
+        checkpoints = self._beside
+        if checkpoints is None or checkpoints._lock is None or checkpoints.in_place:
+            return False
+        if not checkpoints.path.parent.is_dir():
+            return False
+        checkpoints._open()
+        return True
 
     def _take(self) -> None:
         """Lock the file that is there now, and write down who has it."""
@@ -120,7 +166,7 @@ class RunFolder:
             holder = lock.read().decode(errors="replace").strip()
             self.close()
             raise InUseError(
-                f"another process ({holder or 'unknown'}) is training in {self.path}; "
+                f"another process ({holder or 'unknown'}) is {self._verb} {self.path}; "
                 f"wait for it, or use another {self._key}"
             ) from None
         lock.truncate(0)
@@ -135,6 +181,13 @@ class RunFolder:
             return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / LOCK))
         except FileNotFoundError:
             return False
+
+    @property
+    def lost(self) -> str:
+        """``moved`` or ``removed`` since it was opened; empty: neither, or it is not open."""
+        if self._lock is None or self.in_place:
+            return ""
+        return "moved" if os.fstat(self._lock.fileno()).st_nlink else "removed"
 
     def close(self) -> None:
         """Give the lock back."""
@@ -170,8 +223,17 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def start_log(self) -> None:
-        """Send everything that phaseloop logs to ``log.txt`` too."""
-        self._handler = logging.FileHandler(self.path / LOG)
+        """Send everything that phaseloop logs to ``log.txt`` too.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        try:
+            self._handler = _LogFile(self.path / LOG)
+        except OSError as error:
+            raise ConfigError(
+                self._key, f"{self.path / LOG} cannot be written: {error.strerror}"
+            ) from None
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(self._handler)
 
@@ -179,7 +241,8 @@ class RunFolder:
         """Close ``log.txt``."""
         if self._handler is not None:
             log.removeHandler(self._handler)
-            self._handler.close()
+            with contextlib.suppress(OSError):  # what could not be written was told
+                self._handler.close()
             self._handler = None
 
 
@@ -201,6 +264,21 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small text file by renaming: a reader sees the old one or the new one."""
     with _one_at_a_time:
         replace(path, lambda file: file.write(text.encode()))
+
+
+class _LogFile(logging.FileHandler):
+    """``log.txt``: where the disk takes no more, that is said once, and the run goes on."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging calls it so
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class ConsoleHandler(logging.Handler):

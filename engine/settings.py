@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phaseloop.engine.errors import ConfigError
-from phaseloop.engine.urls import check_url, is_url
+from phaseloop.engine.urls import check_no_scheme, check_url, is_url
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Run:
                 f"{self.dir!r} is a URL: the run's folder holds its lock and its logs, and lies on "
                 f"this machine; give the URL as {key}.checkpoints",
             )
+        if self.dir is not None:
+            check_no_scheme(self.dir, f"{key}.dir")
         if self.checkpoints == "":
             raise ConfigError(f"{key}.checkpoints", "give a folder, a URL or null")
         places = {"checkpoints": self.checkpoints or "", "resume": self.resume}

@@ -21,6 +21,7 @@ log = logging.getLogger("phaseloop")
 
 _ANSWER = b"\nstopping at the next border; Ctrl-C twice within a second leaves at once, unsaved\n"
 _LOOK = 0.05  # seconds between two looks at whether a save is over
+_TO_SAY = 2.0  # seconds for the last words before the process leaves
 _AT_ONCE = 1.0  # a second Ctrl-C within this many seconds does not wait for a border
 
 
@@ -131,15 +132,38 @@ class Signals:
             time.sleep(self._grace)
         if self._at_border:
             return
-        log.error(
-            "no border was reached %g s after %s (run.grace): leaving unsaved; "
-            "the newest checkpoint stands",
-            self._grace,
-            signal.Signals(number).name,
-        )
-        for handler in log.handlers:
-            handler.flush()
-        os._exit(128 + number)
+        name = signal.Signals(number).name
+        try:
+            _say_within(
+                _TO_SAY,
+                f"no border was reached {self._grace:g} s after {name} (run.grace): leaving "
+                f"unsaved; the newest checkpoint stands",
+            )
+        finally:
+            os._exit(128 + number)
+
+
+def _say_within(seconds: float, text: str) -> None:
+    """Log an error, by each handler for itself: one may hang, as the main thread does in it.
+
+    A terminal or a pipe that takes no more holds its handler's lock, and the process has to leave.
+    """
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    threads = [
+        threading.Thread(target=_give, args=(handler, record), daemon=True)
+        for handler in [*log.handlers, *(logging.root.handlers if log.propagate else ())]
+        if record.levelno >= handler.level
+    ]
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _give(handler: logging.Handler, record: logging.LogRecord) -> None:
+    handler.handle(record)
+    handler.flush()
 
 
 def _leave_terminal() -> None:

@@ -15,7 +15,13 @@ from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
-from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
+from phaseloop.engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InUseError,
+    PhaseloopError,
+)
 from phaseloop.engine.events import Dispatcher, Hook
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
@@ -44,6 +50,9 @@ class Outcome:
     seconds: float = 0.0
     final: Mapping[str, float] = field(default_factory=dict)
     best: Mapping[str, float] = field(default_factory=dict)
+
+
+_SAID_BY_THE_CALLER = (ConfigError, InUseError, CheckpointError, DataError)
 
 
 class Trainer:
@@ -99,6 +108,13 @@ class Trainer:
             self._start()
             self._walk()
             outcome = self._outcome("stopped" if self.task.stop_reason else "finished")
+        except (OSError, CheckpointError) as error:
+            # What is written into a folder that was moved fails in as many ways as there are hooks.
+            told = _lost_place(self.task)
+            self._fail(told or error)
+            if told is not None:
+                raise told from (error if isinstance(error, OSError) else error.__cause__)
+            raise
         except BaseException as error:
             self._fail(error)
             raise
@@ -122,7 +138,6 @@ class Trainer:
                 hooks.on_step(task)
             if task.phase.done:
                 hooks.on_phase_end(task)
-        task.signals.reached_border()  # a signal that comes while the last save is made, too
         hooks.on_loop_end(task)
 
     def _start(self) -> None:
@@ -143,6 +158,8 @@ class Trainer:
             weights.start(task)
             task.seed_all()
         self._begun = True
+        if (gone := _lost_place(task)) is not None:  # building may have taken long
+            raise gone
         hooks.on_start(task)
         if task.test_only:
             task.metrics, task.best = {}, {}
@@ -174,15 +191,18 @@ class Trainer:
         task = self.task
         outcome = self._outcome("failed", _describe(error))
         hint = _hint(error)
-        # Whoever called says what is wrong with a configuration; twice would be once too often.
-        extra = ONLY_FILE if isinstance(error, ConfigError | InUseError) else None
+        # Whoever called says these in a sentence; twice would be once too often.
+        extra = ONLY_FILE if isinstance(error, _SAID_BY_THE_CALLER) else None
         shown = f" ({hint})" if hint else ""
         log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
             later = self.hooks.call_isolated("on_exception", task, error)
             later += self.hooks.call_isolated("on_end", task, outcome)
             later += self._try_to_write_status(outcome)
+            lost = _lost_place(task) is not None
             for other in later:
+                if lost and isinstance(other, OSError | CheckpointError):
+                    continue  # it follows from that, which is said
                 log.error("also, while ending: %s", _describe(other))
 
     def _try_to_write_status(self, outcome: Outcome) -> list[BaseException]:
@@ -195,7 +215,8 @@ class Trainer:
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.task.folder is not None and self.task.primary:
-            _check_place(self.task)
+            if (error := _lost_place(self.task)) is not None:
+                raise error
             self.task.folder.write_status(_status(outcome))
 
     def _outcome(self, status: str, reason: str = "") -> Outcome:
@@ -262,14 +283,39 @@ def registered_defaults() -> dict[str, Hook]:
 
 
 def _check_place(task: Task) -> None:
-    """Raises CheckpointError where the run's folder is gone: another run may be where it was."""
-    folder = task.folder
-    if folder is not None and task.primary and not folder.in_place:
-        raise CheckpointError(
-            f"the run's folder, or its lock, was moved or removed while it trained, so nothing "
-            f"more is written to {folder.path}. What is in it stands: go on by the same command "
-            f"with run.dir=NEW_PATH"
+    """Raises CheckpointError where the run's folder is gone: another run may be where it was.
+
+    A folder of checkpoints that is gone is made anew, with its lock, and a word.
+    """
+    if (error := _lost_place(task)) is not None:
+        raise error
+    assert task.folder is not None
+    if task.primary and task.folder.renew_checkpoints():
+        log.warning(
+            "%s was moved or removed while the run trained: it is made anew, and the checkpoints "
+            "that were in it are not in it any more",
+            task.folder.checkpoints,
         )
+
+
+def _lost_place(task: Task) -> CheckpointError | None:
+    """The run's folder is gone."""
+    folder = task.folder
+    lost = "" if folder is None or not task.primary else folder.lost
+    if folder is None or not lost:
+        return None
+    advice = (
+        "What is in it stands: go on by the same command with run.dir=NEW_PATH"
+        if lost == "moved"
+        else "What is left of it, or was moved to another disk, can be gone on from by the same "
+        "command with run.dir where it is; where nothing is, that begins anew"
+    )
+    what = "was moved" if lost == "moved" else "or its lock, was removed"
+    comma = "" if lost == "moved" else ","
+    return CheckpointError(
+        f"the run's folder{comma} {what} while it trained, so nothing more is written to "
+        f"{folder.path}. {advice}"
+    )
 
 
 def _describe(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from phaseloop.engine.errors import ConfigError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
 _CHAIN = re.compile(r"[A-Za-z0-9+.-]+::")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _HERE = ("file", "local")
 _USUAL = ("s3", "gs", "az", "abfs", "sftp", "hdfs", "smb", "memory")
 
@@ -95,14 +96,16 @@ def same(a: Place, b: Place) -> bool:
 
 
 def check_url(text: str, key: str) -> None:
-    """Raises ConfigError for a URL that cannot be used, whatever it holds; a path is always right.
+    """Raises ConfigError for a URL that cannot be used, whatever it holds.
 
+    A path is right but where it begins as a URL does, such as ``file:/a``.
     Nothing is asked over a network.
     """
     match = _URL.match(text)
     if _CHAIN.match(text):
         raise ConfigError(key, f"{text!r} chains protocols; give one, such as s3://bucket/run")
     if match is None:
+        check_no_scheme(text, key)
         return
     protocol, rest = match[1], match[2]
     if protocol in _HERE:
@@ -118,6 +121,18 @@ def check_url(text: str, key: str) -> None:
             f"run.storage_options, or by the environment",
         )
     _check_protocol(protocol, key)
+
+
+def check_no_scheme(text: str, key: str) -> None:
+    """Raises ConfigError for a path that begins as a URL does: it would be a strange folder."""
+    if _URL.match(text):
+        raise ConfigError(key, f"{text!r} is a URL: give the path of a folder instead")
+    if match := _SCHEME.match(text):
+        raise ConfigError(
+            key,
+            f"{text!r} is neither a URL ({match[0]}//...) nor clearly a folder; one of such a name "
+            f"is given as ./{text}",
+        )
 
 
 def _check_protocol(protocol: str, key: str) -> None:

@@ -125,6 +125,7 @@ class Checkpoint(Hook):
     def on_loop_end(self, task: Task) -> None:
         # Not on_end: after an error the state may be half-moved, and the last checkpoint stands;
         # and a save that fails here is an error before anyone says that the run is finished.
+        task.signals.reached_border()  # a signal that comes while this last save is made, too
         if task.changed:
             self._save(task)
         self._finish(task)

@@ -47,6 +47,8 @@ class Crash(Hook):
     def on_exception(self, task: Task, error: BaseException) -> None:
         if task.folder is None or isinstance(error, (KeyboardInterrupt, ConfigError)):
             return
+        if task.folder.lost:
+            return  # another run may be where it was
         place = _new_folder(task.folder.path / FOLDER, f"update_{task.progress.updates:09d}")
         replace_text(place / REPORT, json.dumps(_report(task, error), indent=1) + "\n")
         log.info("what is known of the error is in %s", place)

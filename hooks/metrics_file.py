@@ -38,11 +38,14 @@ class MetricsFile(Hook):
         self._open: IO[bytes] | None = None
         self._path: Path | None = None
         self._counted: int | None = None  # bytes that the checkpoint knows of
+        # The run was in this folder before. Else its rows are another machine's, which is said.
+        self._expected = False
 
     def on_start(self, task: Task) -> None:
         if task.folder is None or not task.primary:
             return
         self._path = Path(task.folder.path) / self.file
+        self._expected = self._path.exists() or bool(task.folder.status())
         # Unbuffered, so that a whole line is in the file or none of it.
         self._open = open(self._path, "ab", buffering=0)  # noqa: SIM115 held while the run lasts
         flush(self._path.parent)  # its name, which may be new
@@ -56,7 +59,7 @@ class MetricsFile(Hook):
         name = Path(task.resumed_from).name
         if self._open is not None and self._counted is not None:
             there = os.fstat(self._open.fileno()).st_size
-            if 0 < there < self._counted:  # none at all: another machine's: that is said elsewhere
+            if there < self._counted and self._expected and task.resumed_here:
                 log.warning("%s lacks rows from before the checkpoint: it has %d bytes, and had %d",
                             self._path, there, self._counted)  # fmt: skip
             self._open.truncate(_end_of_kept(self._open.name, self._counted, name))

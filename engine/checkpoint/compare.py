@@ -57,6 +57,9 @@ def forbidden_changes(
 
 _MISSING = object()
 
+_COMPONENTS = ("dataset", "collate", "to_device")
+"""Keys of a set whose options are a user's own: no star stands for one."""
+
 
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
@@ -108,7 +111,8 @@ def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 def _covers(pattern: list[str], parts: list[str]) -> bool:
     return len(parts) >= len(pattern) and all(
-        p in ("*", part) for p, part in zip(pattern, parts, strict=False)
+        p == part or (p == "*" and part not in _COMPONENTS)
+        for p, part in zip(pattern, parts, strict=False)
     )
 
 

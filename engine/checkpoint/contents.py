@@ -117,6 +117,10 @@ def check_plain(value: Any, path: str = "") -> None:
     if kind in (dict, OrderedDict):
         for key, item in value.items():
             check_plain(key, f"a key of {path}")
+            if _has_tensor(key):  # it is not copied: the next step would change what is written
+                raise CheckpointError(
+                    f"a key of {path} is or has a tensor; use its name or its number"
+                )
             check_plain(item, f"{path}.{key}" if path else str(key))
     elif kind in (list, tuple, set):
         for number, item in enumerate(value):
@@ -126,6 +130,12 @@ def check_plain(value: Any, path: str = "") -> None:
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again: "
             f"a checkpoint holds tensors, numbers, strings, and lists and dicts of them"
         )
+
+
+def _has_tensor(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return any(map(_has_tensor, key))
+    return isinstance(key, torch.Tensor)
 
 
 def small_state(task: Task) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Local:
     def take(self, owner: str) -> None:
         """From now on the folder's parent is there, or it was moved: it is not made anew.
 
-        Who writes here is said by the lock of the run's folder.
+        Who writes here is said by the lock in the folder, which the run's folder takes.
         """
         self._taken = True
 

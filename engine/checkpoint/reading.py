@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from phaseloop.engine.errors import CheckpointError, DamagedError
 from phaseloop.engine.urls import Place, Url, place
 
 FORMAT = 1
-BLOCK = 16 << 20
+BLOCK = 1 << 20
 """Bytes that are read, written and hashed at a time."""
 
 
@@ -146,6 +147,10 @@ def _manifest(storage: Local | Remote, name: str) -> dict[str, Any]:
     try:
         there = storage.files(name)
     except FileNotFoundError as error:
+        if isinstance(path, Path) and path.is_symlink():
+            raise DamagedError(
+                f"checkpoint {path} is a link to {os.readlink(path)}, which is not there"
+            ) from error
         raise CheckpointError(f"there is no checkpoint at {path}") from error
     except NotADirectoryError as error:
         raise DamagedError(f"checkpoint {path} is damaged: it is a file") from error

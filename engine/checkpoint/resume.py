@@ -12,9 +12,9 @@ from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.checkpoint.remote import owner
 from phaseloop.engine.errors import CheckpointError, ConfigError
-from phaseloop.engine.run_folder import STATUS, RunFolder, put_aside
+from phaseloop.engine.run_folder import METRICS, STATUS, RunFolder, put_aside
 from phaseloop.engine.settings import Run
-from phaseloop.engine.urls import Place, place, same
+from phaseloop.engine.urls import Place, Url, place, same
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -26,7 +26,8 @@ def open_folder(folder: RunFolder, resume: str, checkpoints: store.Store | None 
     """Take the run's folder, and the place of its checkpoints.
 
     An old run is put aside first with ``resume=never``. So is its folder where its checkpoints are
-    gone: its rows and pictures are all that is left of it.
+    gone: its rows and pictures are all that is left of it. One that was killed before its first
+    checkpoint has nothing to lose, and begins again where it is.
 
     Args:
         checkpoints: the store that will be written to; None: one that is not used any further.
@@ -40,16 +41,70 @@ def open_folder(folder: RunFolder, resume: str, checkpoints: store.Store | None 
     checkpoints = checkpoints or store.Store(folder.checkpoints)
     if folder.elsewhere:
         checkpoints.reach("run.checkpoints")
-    held = checkpoints.exists()
-    checkpoints.take(owner(folder.path))
+        _warn_of_memory(checkpoints.folder)
+    held = bool(checkpoints.names() or checkpoints.set_aside_before())
+    if not held:
+        _tell_of_another_place(folder, checkpoints.folder)
     if resume == "never":
-        if (folder.path / STATUS).exists() or (held and not folder.elsewhere):
+        if _has_traces(folder) or (checkpoints.exists() and not folder.elsewhere):
             _put_aside(folder, "run.resume=never")
-        if folder.elsewhere and checkpoints.exists():
-            moved = checkpoints.put_old_aside()
-            log.warning("run.resume=never: the old run's checkpoints are now in %s", moved)
-    elif resume == "auto" and not held and folder.status().get("updates"):
+    elif not held and _had_checkpoints(folder, resume) and not _lies_in(resume, folder):
         _put_aside(folder, "there is no checkpoint to go on from")
+    folder.check_checkpoints()
+    checkpoints.take(owner(folder.path))
+    if resume == "never" and folder.elsewhere and checkpoints.exists():
+        moved = checkpoints.put_old_aside()
+        log.warning("run.resume=never: the old run's checkpoints are now in %s", moved)
+
+
+def _has_traces(folder: RunFolder) -> bool:
+    """A run has been here."""
+    return any((folder.path / name).exists() for name in (STATUS, METRICS))
+
+
+def _had_checkpoints(folder: RunFolder, resume: str) -> bool:
+    """A checkpoint was whole once, or that cannot be ruled out: there are rows of updates.
+
+    The status is renewed with each checkpoint, and has no updates before the first one; but of a
+    run that began with another run's checkpoint it has those of that one.
+    """
+    status = folder.status()
+    if status.get("updates") and resume == "auto":
+        return True
+    try:
+        with open(folder.path / METRICS, "rb") as rows:
+            return any(not status or b'"event": "save"' in row for row in rows)
+    except OSError:
+        return False
+
+
+def _lies_in(resume: str, folder: RunFolder) -> bool:
+    """The checkpoint to start from is in the run's folder, and would be moved with it."""
+    if resume == "auto":
+        return False
+    where = place(resume)
+    return isinstance(where, Path) and folder.path.resolve() in where.resolve().parents
+
+
+def _tell_of_another_place(folder: RunFolder, now: Place) -> None:
+    """There is no checkpoint where the command says, and the run here had another place."""
+    if not _has_traces(folder):
+        return
+    before = RunFolder.found(folder.path).checkpoints
+    if not same(before, now):
+        log.warning(
+            "there are no checkpoints in %s: the run in %s had run.checkpoints=%s",
+            now, folder.path, before,
+        )  # fmt: skip
+
+
+def _warn_of_memory(where: Place) -> None:
+    if isinstance(where, Url) and where.protocol == "memory":
+        log.warning(
+            "run.checkpoints=%s is the memory of this process: every checkpoint is gone when it "
+            "ends, and the run cannot be resumed then",
+            where,
+        )
 
 
 def _put_aside(folder: RunFolder, why: str) -> None:
@@ -93,7 +148,8 @@ def _given(run: Run) -> Place | None:
 def _tell_of_new_folder(task: Task, saved: store.Saved) -> None:
     """On another machine: the checkpoints are there, what the run has logged is not."""
     assert task.folder is not None and task.store is not None
-    if same(saved.path.parent, task.store.folder) and not task.folder.status():
+    logs = task.folder.status() or (task.folder.path / METRICS).exists()
+    if same(saved.path.parent, task.store.folder) and not logs:
         log.info(
             "%s holds no logs of this run: they begin after update %d",
             task.folder.path, saved.position[0],

@@ -7,6 +7,7 @@ with all sizes and checksums comes last; every byte is compared with it before i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -14,6 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
+
+# What torch.save would import when it is first called: in the writer's thread, while a worker may
+# be forked, which then could wait for the lock of that import.
+import torch.utils.serialization.config
 
 from phaseloop.engine.checkpoint.names import MANIFEST as MANIFEST
 from phaseloop.engine.checkpoint.names import folder_name as folder_name
@@ -233,27 +238,48 @@ class Store:
 
 
 class _HashingFile:
-    """A file that keeps the checksum and size of what is written to it."""
+    """A file that keeps the checksum and size of what is written to it.
+
+    Attributes:
+        error: the first error of the file, which torch may hide behind one of its own.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.hash = hashlib.sha256()
         self.size = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), BLOCK):  # a block is hashed while the cache has it
-            block = view[start : start + BLOCK]
-            self._file.write(block)
-            self.hash.update(block)
+        with self._remember():
+            for start in range(0, len(view), BLOCK):  # a block is hashed while the cache has it
+                block = view[start : start + BLOCK]
+                self._file.write(block)
+                self.hash.update(block)
         self.size += len(view)
         return len(view)
 
     def flush(self) -> None:
-        self._file.flush()
+        with self._remember():
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _remember(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
 
 def _write_part(file: IO[bytes], part: Any) -> dict[str, Any]:
     hashing = _HashingFile(file)
-    torch.save(part, hashing)  # type: ignore[arg-type]
+    try:
+        torch.save(part, hashing)  # type: ignore[arg-type]
+    except RuntimeError:
+        if hashing.error is None:
+            raise
+    if hashing.error is not None:
+        raise hashing.error
     return {"bytes": hashing.size, "sha256": hashing.hash.hexdigest()}

@@ -1,9 +1,10 @@
 """Writer: one thread that brings one checkpoint at a time to disk, while the training goes on.
 
 The thread is given a snapshot, which nobody changes, and calls nothing of the training. It holds no
-lock that a worker process, forked in the meantime, could wait for: it logs nothing (the main thread
-does, when it sees that the save is over), and what Python, the C library and OpenSSL lock inside is
-made anew in a forked process by themselves.
+lock of phaseloop's that a worker process, forked in the meantime, waits for: it logs nothing (the
+main thread does, when it sees that the save is over). What the C library and OpenSSL lock inside is
+made anew in a forked process; the lock of a module's import is not, so what writing to a folder
+needs is imported before.
 
 It is a daemon: a process that leaves by ``os._exit`` or a signal does not wait for it. What is then
 cut short is no checkpoint, as after a kill.
@@ -67,6 +68,23 @@ class Save:
     error: BaseException | None = None
     seconds: float = 0.0
     begun: float = field(default_factory=time.perf_counter)
+    _given_up: bool = field(default=False, init=False)
+    _saying: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def say(self) -> None:
+        """Call ``then``, and remove what is doomed, unless it was given up."""
+        with self._saying:
+            if not self._given_up and self.then is not None:
+                self.then()
+        for name in self.doomed:
+            if not self._given_up:
+                self.store.remove(name)
+
+    def give_up(self, patience: float) -> None:
+        """From now on nothing is said; wait so many seconds for what is being said right now."""
+        self._given_up = True
+        if self._saying.acquire(timeout=patience):
+            self._saying.release()
 
     @property
     def bytes(self) -> int:
@@ -137,7 +155,10 @@ class Writer:
 
     def give_up(self) -> None:
         """Leave at once: a save in flight is cut short, as by a kill, and is no checkpoint."""
-        thread, self._thread, self._flight, self.over = self._thread, None, None, False
+        thread, save = self._thread, self._flight
+        self._thread, self._flight, self.over = None, None, False
+        if save is not None:
+            save.give_up(_PATIENCE)
         if thread is not None and thread.is_alive():
             # The interpreter must not end around a thread that is inside a library in C++.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -170,10 +191,7 @@ def _bring_to_disk(save: Save, parts: Mapping[str, Any]) -> None:
         flush_all(save.files)
         save.saved = save.store.write(save.name, parts, save.facts)
         save.seconds = time.perf_counter() - save.begun
-        if save.then is not None:
-            save.then()
-        for name in save.doomed:
-            save.store.remove(name)
+        save.say()
     except CheckpointError as error:
         save.error = error
     except Exception as error:

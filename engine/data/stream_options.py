@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine.data.options import check_limit
 from phaseloop.engine.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from phaseloop.engine.data.source import Data
+
+log = logging.getLogger("phaseloop")
 
 _REFUSED = {
     "sampler": "a stream comes in its own order: choose samples in its __iter__",
@@ -37,8 +40,21 @@ def check_stream(data: Data, key: str, train: bool) -> None:
             f"{data.limit} is a fraction, and how long a stream is shows at its end: give a "
             f"number of samples",
         )
+    if data.limit is not None and _goes_on_by_itself(data.first):
+        log.warning(
+            "%s.limit: a pass does not read this stream to its end, and %s, its own iterator, goes "
+            "on where it was in the next one. It keeps no state (state_dict, load_state_dict): a "
+            "resumed run begins it anew, and reads other samples",
+            key,
+            type(data.first).__name__,
+        )
     if samples is not None:
         if samples == 0:
             raise DataError(f"{key}: the stream is empty: its length is 0")
         check_limit(data.limit, len(data.first), f"{key}.limit")
         data.check_samples(samples, key)
+
+
+def _goes_on_by_itself(stream: Any) -> bool:
+    """It is its own iterator, and nobody can ask it where it stands."""
+    return hasattr(stream, "__next__") and not hasattr(stream, "state_dict")

@@ -178,7 +178,7 @@ def trace(kind: str, workers: int, every: int | None = None, test_workers: int =
 
     def look(task: Task) -> Any:
         drawn = r1.draws()
-        if not task.train:
+        if not task.train or task.batch is None or task.loss is None:
             return None
         return task.batch.data["index"].tolist(), float(task.loss), drawn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pty
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from phaseloop import Hook, Task
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.signals import Signals
 from tests.rigs import cli, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
 from tests.rigs.r1 import At
@@ -125,3 +127,32 @@ def test_sig_a_a_terminal_that_is_closed(tmp_path: Path) -> None:
     log = (folder / "runs" / "tiny" / "log.txt").read_text()
     assert os.waitstatus_to_exitcode(status) == 128 + HUP, log
     assert store.position(checkpoints.names()[-1])[0] == 14
+
+
+class Full(logging.Handler):
+    """A pipe that nobody reads: a word to it is never over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, self.end = os.pipe()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        while True:
+            os.write(self.end, b"." * 65536)
+
+
+def speak_into_nothing(file: Path) -> None:
+    """In a new process: it has 0.1 s to leave, and hangs in its own words."""
+    log = logging.getLogger("phaseloop")
+    for handler in (Full(), logging.FileHandler(file)):
+        log.addHandler(handler)
+    signals = Signals(0.1)
+    signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    log.error("a word")
+
+
+def test_sig_a_terminal_that_takes_no_more_does_not_keep_the_process(tmp_path: Path) -> None:
+    ended = process.start(speak_into_nothing, tmp_path / "log").wait(15)
+    assert ended.code == 128 + signal.SIGTERM
+    assert "no border was reached 0.1 s after SIGTERM" in (tmp_path / "log").read_text()

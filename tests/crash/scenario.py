@@ -190,7 +190,7 @@ def _broken_off(
         result.inside += code == -KILL and left_over(folder / "run")
     told = f"after {json.dumps(end)}, which ended with {code}"
     found = [*wrong_code(way, code, output), *wrong_folder(folder / "run")]
-    if code in SAVED:
+    if code in SAVED and "twice" not in way:  # which may have left at once, unsaved
         found += _not_saved(folder, started.pid)
     result.wrong += [f"{told}: {what}" for what in found]
     return code == 0
@@ -246,7 +246,9 @@ def wrong_folder(run: Path) -> Iterator[str]:
 def left_over(run: Path) -> bool:
     """A checkpoint was being written or removed."""
     folder = run / "checkpoints"
-    return folder.is_dir() and any(path.name.startswith(".") for path in folder.iterdir())
+    return folder.is_dir() and any(
+        path.name.startswith((".writing-", ".removing-")) for path in folder.iterdir()
+    )
 
 
 def _not_saved(folder: Path, pid: int) -> Iterator[str]:

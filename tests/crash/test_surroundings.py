@@ -93,7 +93,8 @@ def test_a_folder_that_is_moved_while_it_trains(tmp_path: Path, undisturbed: Pat
     folder = command.lay_out(tmp_path / "a", config(crash_move={"updates": 7, "to": str(moved)}))
     code, output = command.run(folder)
     assert code == 1
-    assert "was moved or removed" in output and "run.dir" in output
+    assert output.count("was moved while it trained") == 1 and "run.dir=NEW_PATH" in output
+    assert "also, while ending" not in output
     assert not (folder / "run").exists()
     assert store.position(store.Store(moved / "checkpoints").names()[-1])[0] == 6
     assert list(scenario.wrong_folder(moved)) == []

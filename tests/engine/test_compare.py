@@ -81,6 +81,7 @@ def test_may_change(path: str, value: Any) -> None:
         ("data.train.batch_size", 8, "data.train.batch_size: 4 -> 8"),
         ("data.train.shuffle", False, "data.train.shuffle: True -> False"),
         ("data.train.dataset.workers", 1, "data.train.dataset.workers: 3 -> 1"),
+        ("data.test.dataset.workers", 1, "data.test.dataset.workers: absent -> 1"),
         ("data.workers", 1, "data.workers: absent -> 1"),
         ("model.width", 9, "model.width: 8 -> 9"),
         ("hooks.learning_rate", ..., "hooks.learning_rate: {} -> absent"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -153,12 +154,13 @@ def test_putting_aside_takes_the_next_free_number(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("trace", ["status.json", "checkpoints"])
+@pytest.mark.parametrize(
+    "trace", ["status.json", "metrics.jsonl", "checkpoints/update_000000001-1"]
+)
 def test_never_puts_aside_whatever_a_run_has_left(tmp_path: Path, trace: str) -> None:
     """A run's checkpoints alone are enough to be taken for the run to continue."""
     path = tmp_path / "run"
-    path.mkdir()
-    (path / trace).mkdir()
+    (path / trace).mkdir(parents=True)
     folder = RunFolder(path)
     resume.open_folder(folder, "never")
     assert (tmp_path / "run.old-1" / trace).exists()
@@ -195,3 +197,142 @@ def test_two_run_folders_do_not_save_to_one_folder(tmp_path: Path) -> None:
     assert not Store(shared).exists()  # its lock alone is no trace of a run
     resume.open_folder(RunFolder(tmp_path / "first", str(shared)), "never")
     assert sorted(os.listdir(tmp_path)) == ["disk", "first", "second"]
+
+
+def save_in(path: Path) -> str:
+    """In another process: what taking a run's folder says that has its checkpoints in it."""
+    return try_to_open(path)
+
+
+@pytest.mark.parametrize("first", ["its own", "elsewhere"])
+def test_another_run_does_not_save_into_a_runs_own_checkpoints(tmp_path: Path, first: str) -> None:
+    """Which of the two came first does not matter, nor whether the place is named by a link."""
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    own = RunFolder(tmp_path / "a")
+    other = RunFolder(tmp_path / "b", str(tmp_path / "link" / "checkpoints"))
+    holder = own if first == "its own" else other
+    own.open()
+    own.close()
+    holder.open()
+    if first == "its own":
+        ended = process.run(
+            save_to, tmp_path / "b", tmp_path / "link" / "checkpoints", signal.SIGKILL
+        )
+        assert ended.code == 1 and "run.checkpoints" in ended.output
+        said = ended.output
+    else:
+        said = process.result(save_in, tmp_path / "a")
+        assert "run.dir" in said
+    assert f"process {os.getpid()}" in said and "saving to" in said
+    holder.close()
+    assert process.result(save_in, tmp_path / "a") == "opened"
+
+
+def a_past_run(path: Path, updates: int, rows: str = "") -> RunFolder:
+    folder = RunFolder(path)
+    path.mkdir()
+    folder.write_status({"status": "running", "updates": updates})
+    (path / "metrics.jsonl").write_text(rows)
+    return folder
+
+
+ROW, SAVE_ROW = '{"phase": "train", "update": 3}\n', '{"phase": "train", "event": "save"}\n'
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a lock", "a link to nothing"])
+@pytest.mark.parametrize(("updates", "rows"), [(3, ROW), (0, ROW + SAVE_ROW)])
+def test_a_run_without_its_checkpoints_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: str, updates: int, rows: str
+) -> None:
+    folder = a_past_run(tmp_path / "run", updates, rows)
+    checkpoints = folder.path / "checkpoints"
+    if left == "a link to nothing":
+        checkpoints.symlink_to(tmp_path / "gone")
+    elif left != "nothing":
+        checkpoints.mkdir()
+    if left == "a lock":
+        (checkpoints / ".lock").touch()
+    resume.open_folder(folder, "auto")
+    folder.close()
+    assert "no checkpoint to go on from: the old run is now in" in caplog.text
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == rows
+    assert sorted(os.listdir(folder.path)) == [".lock", "checkpoints"]
+
+
+def test_rows_without_a_readable_status_are_put_aside(tmp_path: Path) -> None:
+    folder = a_past_run(tmp_path / "run", 0, ROW)
+    (folder.path / "status.json").write_text("")
+    resume.open_folder(folder, "auto")
+    folder.close()
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == ROW
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_where_it_is(tmp_path: Path) -> None:
+    folder = a_past_run(tmp_path / "run", 0, ROW)
+    (folder.path / "checkpoints").mkdir()
+    resume.open_folder(folder, "auto")
+    folder.close()
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("which", ["another run's", "in its own folder"])
+def test_a_start_from_a_named_checkpoint_truncates_no_old_rows_either(
+    tmp_path: Path, which: str
+) -> None:
+    folder = a_past_run(tmp_path / "run", 3, ROW + SAVE_ROW)
+    inside = which == "in its own folder"
+    start = (folder.path if inside else tmp_path) / "kept" / "update_000000003-1"
+    start.mkdir(parents=True)
+    resume.open_folder(folder, str(start))
+    folder.close()
+    assert start.exists()  # not moved away under the run that shall start from it
+    assert (tmp_path / "run.old-1").exists() != inside
+
+
+def test_where_the_checkpoints_were_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = a_past_run(tmp_path / "run", 3, ROW)
+    folder.write_config({"run": {"checkpoints": str(tmp_path / "disk")}})
+    resume.open_folder(folder, "auto")
+    folder.close()
+    assert f"had run.checkpoints={tmp_path / 'disk'}" in caplog.text
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == ROW
+
+
+def test_checkpoints_that_are_no_folder_are_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir: .*checkpoints is a file"):
+        resume.open_folder(RunFolder(tmp_path / "run"), "auto")
+    (tmp_path / "run" / "checkpoints").unlink()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"run\.dir: .*is a link to .*gone, which is not there"):
+        resume.open_folder(RunFolder(tmp_path / "run"), "auto")
+    with pytest.raises(ConfigError, match=r"run\.checkpoints: .*is a link to"):
+        resume.open_folder(RunFolder(tmp_path / "b", str(tmp_path / "run" / "checkpoints")), "auto")
+    assert process.result(try_to_open, tmp_path / "b") == "opened"  # nobody holds it
+
+
+def test_a_log_that_cannot_be_written_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "log.txt").symlink_to("/dev/full")  # every write: no space left on device
+    folder.start_log()
+    for _ in range(3):
+        logging.getLogger("phaseloop").error("a word")
+    folder.stop_log()
+    told = capsys.readouterr().err
+    assert told == f"{tmp_path / 'log.txt'} cannot be written: No space left on device\n"
+    (tmp_path / "log.txt").unlink()
+    (tmp_path / "log.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"run\.dir: .*log\.txt cannot be written: Is a dir"):
+        folder.start_log()
+
+
+def test_memory_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder(tmp_path / "run", f"memory://{tmp_path.name}")
+    resume.open_folder(folder, "auto")
+    folder.close()
+    assert caplog.text.count("is the memory of this process") == 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from torch import Tensor, nn
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import check_plain
 from phaseloop.engine.checkpoint.store import MANIFEST, Store, folder_name, position, verified
-from phaseloop.engine.errors import CheckpointError
+from phaseloop.engine.errors import CheckpointError, DamagedError
+from tests.rigs import process
 
 PARTS = {"model.pt": {"w": torch.arange(6.0)}, "state.pt": {"updates": 3, "nothing": None}}
 
@@ -104,6 +108,38 @@ def test_a_failed_write_leaves_nothing(
     assert verified(before.path)
 
 
+def write_more_than_allowed(folder: Path) -> str:
+    """In another process, whose files may have 100 kB: what writing more says."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        Store(folder).write(folder_name(1, 1), {"model.pt": {"w": torch.zeros(100_000)}}, {})
+    except CheckpointError as error:
+        return str(error)
+    return "written"
+
+
+def test_the_systems_own_word_is_told(tmp_path: Path) -> None:
+    """Torch hides it behind ``enforce fail at inline_container.cc``."""
+    said = process.result(write_more_than_allowed, tmp_path)
+    assert said.endswith("could not be written: [Errno 27] File too large")
+    assert Store(tmp_path).names() == []
+
+
+def test_writing_imports_nothing() -> None:
+    """A worker that is forked meanwhile could wait for the lock of an import, for ever."""
+    code = (
+        "import sys, tempfile, torch, pathlib\n"
+        "from phaseloop.engine.checkpoint.store import Store, folder_name\n"
+        "before = set(sys.modules)\n"
+        "parts = {'state.pt': {'a': torch.zeros(3), 'b': torch.nn.Parameter(torch.ones(1)),\n"
+        "         'c': torch.float16, 'd': torch.Size([1]), 'e': torch.eye(2).to_sparse()}}\n"
+        "Store(pathlib.Path(tempfile.mkdtemp())).write(folder_name(1, 1), parts, {})\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     first = write(tmp_path, 1)
     with pytest.raises(CheckpointError):
@@ -164,6 +200,17 @@ def test_setting_aside_keeps_everything(tmp_path: Path) -> None:
     assert checkpoints.names() == []
 
 
+def test_a_link_to_nothing_is_set_aside_and_the_one_before_taken(tmp_path: Path) -> None:
+    checkpoints = Store(tmp_path)
+    checkpoints.write(folder_name(1, 1), {"model.pt": {}}, {})
+    link = tmp_path / folder_name(2, 1)
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(DamagedError, match=r"is a link to .*gone, which is not there"):
+        store.verified(link)
+    assert next(checkpoints.whole()).position == (1, 1)
+    assert (tmp_path / "set_aside" / link.name).is_symlink() and not link.is_symlink()
+
+
 def test_removing_what_is_gone_is_no_error(tmp_path: Path) -> None:
     saved = write(tmp_path, 1)
     checkpoints = Store(tmp_path)
@@ -216,6 +263,13 @@ def test_all_else_is_named(value: Any, wrap: Any) -> None:
 def test_a_key_is_looked_at_too() -> None:
     with pytest.raises(CheckpointError, match="a key of a is a numpy"):
         check_plain({"a": {np.int64(1): 0}})
+
+
+@pytest.mark.parametrize("key", [torch.zeros(1), (1, (nn.Parameter(torch.zeros(1)),))])
+def test_a_tensor_as_a_key_is_refused(key: Any) -> None:
+    with pytest.raises(CheckpointError, match="a key of a is or has a tensor"):
+        check_plain({"a": {key: 0}})
+    check_plain({"a": {(1, ("b",)): 0}})
 
 
 # --- loading ---

@@ -436,6 +436,44 @@ def test_what_cannot_be_begun_again_is_not_read_on_from_where_it_is() -> None:
         ids(made, 1, 2)
 
 
+class Endless(IterableDataset[int]):
+    """Its own iterator: 0, 1, 2 and so on."""
+
+    at = -1
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+
+class Told(Endless):
+    """The same with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(
+    ("stream", "limit", "warned"),
+    [(Endless(), 8, True), (Endless(), None, False), (Told(), 8, False)],
+)
+def test_a_limit_on_a_stream_that_goes_on_by_itself_is_told(
+    stream: Any, limit: int | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Data(stream, 4, limit=limit)
+    data.open(0, "data.train")
+    data.check("data.train", train=True)
+    assert (
+        "data.train.limit: a pass does not read this stream to its end" in caplog.text
+    ) == warned
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_iteration_before_the_first_sample_is_no_end(workers: int) -> None:
     class Bad(IterableDataset[Any]):

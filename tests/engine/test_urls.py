@@ -40,6 +40,11 @@ def test_what_is_a_folder(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"dir": "s3://b/run"}, r"run\.dir: .*this machine; give the URL as run\.checkpoints"),
+        ({"dir": "file:///a"}, r"run\.dir: 'file:///a' is a URL: give the path"),
+        ({"dir": "file:/a"}, r"run\.dir: 'file:/a' is neither a URL .file://...."),
+        ({"checkpoints": "file:/a"}, r"run\.checkpoints: .*given as \./file:/a"),
+        ({"checkpoints": "s3:bucket/a"}, r"run\.checkpoints: .*s3://"),
+        ({"resume": "file:/a"}, r"run\.resume: .*neither"),
         ({"checkpoints": ""}, r"run\.checkpoints: give a folder"),
         ({"checkpoints": "gs://b/run"}, r"run\.checkpoints: gs:// needs a package.*gcsfs"),
         ({"checkpoints": "nope://b/run"}, r"run\.checkpoints: nope:// is no protocol.*s3"),
@@ -65,6 +70,8 @@ def test_what_cannot_be_used_is_named(settings: dict[str, Any], said: str) -> No
         {"checkpoints": "s3://bucket/a"},
         {"checkpoints": "file:///a"},
         {"checkpoints": "a b/c"},
+        {"checkpoints": "./file:/a", "dir": "./a:b"},
+        {"checkpoints": "/a/s3:b", "dir": "runs/12:30"},
         {"resume": "s3://bucket/a/update_000000001-1", "storage_options": {"anon": True}},
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import writer as writing
 from phaseloop.engine.checkpoint.store import Store, folder_name, verified
 from phaseloop.engine.checkpoint.writer import Save, Writer
 from phaseloop.engine.errors import CheckpointError
@@ -190,6 +191,48 @@ def test_a_save_that_is_given_up_is_no_checkpoint(
     writer.begin(a_save(tmp_path), {"model.pt": {"w": torch.ones(2)}})  # and it can go on
     writer.wait()
     assert weights(tmp_path).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("stuck_in", ["write", "then"])
+def test_what_was_given_up_says_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck_in: str
+) -> None:
+    """The thread is inside the system, so the exception reaches it only when that is over."""
+    monkeypatch.setattr(writing, "_PATIENCE", 0.05)
+    reached, go_on = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    class Stuck(Store):
+        def write(self, *args: Any) -> Any:
+            if stuck_in == "write":
+                wait()
+            return None
+
+        def remove(self, name: str) -> None:
+            said.append(name)
+
+    def wait() -> None:
+        reached.set()
+        try:
+            go_on.wait(30)
+        except BaseException:  # as though it had come a moment later
+            go_on.wait(30)
+
+    def then() -> None:
+        if stuck_in == "then":
+            wait()
+        said.append("running")
+
+    writer, save = Writer(), Save(Stuck(tmp_path), folder_name(1, 1), {}, doomed=["old"], then=then)
+    writer.begin(save, {})
+    assert reached.wait(30)
+    thread = writer._thread
+    writer.give_up()
+    go_on.set()
+    assert thread is not None
+    thread.join(30)
+    # What was being said when it was given up may be said to its end, and nothing after it.
+    assert said in ([], ["running"] if stuck_in == "then" else [])
 
 
 def test_the_thread_ends_with_the_process() -> None:

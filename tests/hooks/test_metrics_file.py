@@ -6,6 +6,8 @@ import os
 import signal
 from types import SimpleNamespace
 
+import pytest
+
 from phaseloop import Trainer
 from phaseloop.engine.checkpoint import store
 from phaseloop.hooks.metrics_file import MetricsFile
@@ -95,3 +97,33 @@ def test_lost_rows_are_told(tmp_path, caplog):
     os.truncate(tmp_path / "metrics.jsonl", 300)
     train(3)
     assert "metrics.jsonl lacks rows from before the checkpoint: it has 300 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("status", ["readable", "empty", "gone"])
+@pytest.mark.parametrize("left", ["whole", "empty", "gone"])
+def test_of_lost_rows_and_of_a_new_place_is_said_what_is_true(tmp_path, caplog, status, left):
+    def train(epochs):
+        with caplog.at_level(logging.INFO):
+            Trainer(r1.make_task(tmp_path, epochs=epochs), r1.make_hooks()).train()
+
+    train(1)
+    for file, what in (("status.json", status), ("metrics.jsonl", left)):
+        if what == "empty":
+            os.truncate(tmp_path / file, 0)
+        elif what == "gone":
+            (tmp_path / file).unlink()
+    train(2)
+    nothing = left == "gone" and status != "readable"
+    known = left == "empty" or status == "readable"
+    assert ("holds no logs of this run" in caplog.text) == nothing
+    assert ("lacks rows" in caplog.text) == (left != "whole" and known)
+
+
+def test_a_run_that_starts_from_anothers_checkpoint_lacks_no_rows(tmp_path, caplog):
+    Trainer(r1.make_task(tmp_path / "a", epochs=1), r1.make_hooks()).train()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").touch()
+    start = next((tmp_path / "a" / "checkpoints").glob("update*"))
+    run = {"resume": str(start)}
+    Trainer(r1.make_task(tmp_path / "b", epochs=2, run=run), r1.make_hooks()).train()
+    assert "lacks rows" not in caplog.text

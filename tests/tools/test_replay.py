@@ -27,6 +27,7 @@ from phaseloop import (
     TorchSchedule,
     Trainer,
 )
+from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.hooks.non_finite import NonFinite
@@ -87,7 +88,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_an_update_is_the_run_s_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path, monkeypatch)
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    names = Store(folder / "checkpoints").names()
     assert names == ["update_000000028-1", "update_000000030-2"]
     before = contents(folder)
     found = replay(folder, 30)
