@@ -1,7 +1,8 @@
 """The engine: the loop and what it stands on; imports no hook, no step, no recipe.
 
-Read the code in this order: trainer, walk, task, stepping, accumulator, gradients, optimizers,
-events, phases, phase_plan, stages, data/plan, data/loader, checkpoint/contents, checkpoint/store.
+Read the code in this order: trainer, walk, fetching, task, stepping, accumulator, gradients,
+optimizers, events, phases, phase_plan, stages, data/plan, data/loader, checkpoint/contents,
+checkpoint/store.
 """
 
 from __future__ import annotations

@@ -14,28 +14,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from phaseloop.engine.accumulator import Accumulator
-from phaseloop.engine.committing import Committing
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError, PhaseloopError
+from phaseloop.engine.fetching import Fetching
 from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.meters import MeterSet
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
-from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.rolling_back import roll_back
-from phaseloop.engine.signals import Interrupted, Signals
+from phaseloop.engine.signals import Interrupted
 from phaseloop.engine.swapping import Swapping
 
 if TYPE_CHECKING:
     from phaseloop.engine.precision import Precision
     from phaseloop.engine.stages import Stages
-    from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.task import Task
-    from phaseloop.engine.window_start import WindowStart
 
 log = logging.getLogger("phaseloop")
 
@@ -47,35 +42,24 @@ _HOPELESS = 20  # so many windows skipped in a row may still be a loss scale tha
 _ENDLESS = 1000  # so many in a row are hopeless in a pass that nobody knows the end of
 
 
-class Walk(Committing):
+class Walk(Fetching):
     """The part of a task that moves.
 
     Attributes:
         phase: the phase at hand.
         train: it is a train phase.
         meters: the meters of the phase at hand.
-        updated: this step closed an update that counted.
-        loss: the step's loss; detached by ``commit``.
-        output: the model's output, until the end of the step.
-        batch: the batch that the step took.
         stop_reason: why the run is to stop; empty: it is not.
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of all ranks from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
-        failed_whole: an error came while the first micro-batch of a window was fetched: nothing
-            has moved since the last step that every hook has seen to its end.
-        window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
     """
 
     progress: Progress
     plan: PhasePlan
-    loaders: dict[str, AnyLoader]
     meter_sets: dict[str, MeterSet]
     meters: MeterSet
-    recorder: Recorder
-    accumulator: Accumulator
-    signals: Signals
     swapping: Swapping
     freezing: Freezing
     model: nn.Module
@@ -83,32 +67,21 @@ class Walk(Committing):
     groups: int
     unset_rates: bool
     stages: Stages
-    step_facts: StepFacts
     precision: Precision
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = Phase(TRAIN, True, 0, 0)
         self.train = True
-        self.updated = False
-        self.loss: torch.Tensor | None = None
-        self.output: Any = None
-        self.batch: Batch | None = None
         self.stop_reason = ""
         self.carry: Any = None
         self._train_carry: Any = None
-        self.step_is_empty = False
         self.test_entry: dict[str, Any] | None = None
         self.random_before_test: list[dict[str, Any]] | None = None
-        self._pending: Batch | None = None
-        self._window: list[Batch] = []
-        self._batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
         self.changed = False
-        self.failed_whole = False
-        self.window_start: WindowStart | None = None
 
     # --- between phases ---
 
@@ -311,15 +284,6 @@ class Walk(Committing):
 
     # --- between batches ---
 
-    def has_batch(self) -> bool:
-        """Fetch the next micro-batch; False: the phase is done, a test is due, or a stop agreed."""
-        self.output = self.batch = self.loss = None
-        self.updated = False
-        self.recorder.begin_step()
-        if self.accumulator.closed and not self._goes_on():
-            return False
-        return self._fetch()
-
     def _goes_on(self) -> bool:
         if self._roll_back is not None:
             asked, self._roll_back = self._roll_back, None
@@ -338,69 +302,6 @@ class Walk(Committing):
             self._check_skips()
         return not (self.stopping or (self.train and self.progress.tests_due))
 
-    def _fetch(self) -> bool:
-        accumulator = self.accumulator
-        try:
-            if self._batches is None:
-                progress, phase = self.progress, self.phase
-                first = progress.windows if phase.train else phase.position
-                self._batches = self.loaders[phase.name].batches(
-                    progress.epoch, progress.roll_backs, first
-                )
-            # Only with the window closed is there a border to stop at without this batch.
-            self.signals.waiting = accumulator.closed
-            window, batch = next(self._batches)
-        except Interrupted:
-            self._batches = None
-            self.loaders[self.phase.name].put_back()
-            return False
-        except Exception:
-            self.failed_whole = accumulator.closed
-            raise
-        finally:
-            self.signals.waiting = False
-        if accumulator.closed:
-            accumulator.begin(window)
-            if self.train:
-                self.take_added_groups()
-            if self.window_start is not None:
-                self.window_start.put_aside()
-        accumulator.taken += 1
-        if self.step_facts.takes_window:
-            batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
-            accumulator.taken = len(batches)
-            self._window = [batch for batch in batches if batch is not None]
-            self.step_is_empty = not self._window
-        else:
-            self._pending = batch
-            self.step_is_empty = batch is None
-        return True
-
-    def drop_attempt(self) -> None:
-        """Let go of what the attempt at a window holds: batches, output, loss."""
-        self.output = self.batch = self.loss = self._pending = self._batches = None
-        self._window, self._skips = [], []
-        self.accumulator.begin_pass()
-
-    def fetch_again(self) -> None:
-        """Begin the window at hand anew, in the pieces that its loader cuts it into now.
-
-        Its first micro-batch is fetched, as :meth:`has_batch` does; ``window_start`` has put back
-        what the attempt before has changed.
-        """
-        loader = self.loaders[self.phase.name]
-        # Open from here on: waiting for the data is no border that a signal could end the run at.
-        self.accumulator.begin(loader.window_again(self.progress.epoch, self.phase.position))
-        self._fetch()
-
-    @property
-    def batches_at_hand(self) -> list[Batch]:
-        """What the step has taken or was to take: a micro-batch, or those of a whole window."""
-        if self.failed_whole:
-            return []
-        batch = self.batch if self.batch is not None else self._pending
-        return list(self._window) or ([] if batch is None else [batch])
-
     def evaluating(self) -> list[nn.Module]:
         """Modules that are in evaluation mode in training, such as a frozen batch norm."""
         if self._train_flags:
@@ -413,10 +314,6 @@ class Walk(Committing):
 
     def skip_update(self, reason: str, *optimizers: str) -> None:
         """Leave an update out; implemented by the task."""
-        raise NotImplementedError
-
-    def take_added_groups(self) -> None:
-        """Move what a hook has added to an optimizer; implemented by the task."""
         raise NotImplementedError
 
     def small_state(self) -> dict[str, Any]:
