@@ -225,6 +225,8 @@ def _places(task: Task) -> Rows:
         "checkpoints": task.folder.checkpoints,
         "tensorboard": root / "tensorboard",
     }
+    if task.store is None or not task.store.names():
+        del places["checkpoints"]
     return [
         (label, str(path))
         for label, path in places.items()

@@ -19,7 +19,7 @@ from typing import IO, Any
 from phaseloop.engine.checkpoint.draws import let_draw_apart
 from phaseloop.engine.checkpoint.names import MANIFEST, is_name
 from phaseloop.engine.checkpoint.silence import end_waiting
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.urls import Url
 
 log = logging.getLogger("phaseloop")
@@ -261,7 +261,7 @@ def _asking() -> Iterator[None]:
     """Errors of the packages behind fsspec, which have classes of their own, as OSError."""
     try:
         yield
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, PhaseloopError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error

@@ -254,7 +254,7 @@ def test_mem_a_memory_is_flat_over_and_within_the_passes_of_a_stream(
             phases=Phases(epochs=passes, test_every_updates=100),
             run=Run(str(tmp_path), log_every=50),
         )
-        census = Census(200, 300, 1000)
+        census = Census(300, 500, 1000)
         train(task, checkpoint=Checkpoint(), census=census)
     finally:
         gc.unfreeze()

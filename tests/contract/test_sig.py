@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -102,11 +102,12 @@ class SlowSave(Hook):
     def on_start(self, task: Task) -> None:
         write = store._write_part
 
-        def write_part(path: Path, part: Any) -> Any:
+        def write_part(file: IO[bytes], part: Any) -> Any:
+            path = Path(file.name)
             updates = store.position(path.parent.name.removeprefix(".writing-"))[0]
             if path.name == contents.STATE and updates == self.updates:
                 os.kill(os.getpid(), self.number)
-            return write(path, part)
+            return write(file, part)
 
         store._write_part = write_part
 

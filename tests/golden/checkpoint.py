@@ -17,7 +17,7 @@ from typing import Any
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from tests.golden import machine
-from tests.rigs import process
+from tests.rigs import equal, process
 
 FOLDER = Path(__file__).with_name("checkpoints")
 FORMATS = sorted(path.name for path in FOLDER.iterdir())
@@ -46,7 +46,7 @@ def end_of(folder: Path) -> dict[str, Any]:
         for name, values in state["optimizers"]["optimizer"]["state"].items()
     }
     tensors = {**store.load(saved, MODEL), **averages, **momentum}
-    rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = equal.rows(folder / "run")
     return {
         "updates": saved.manifest["updates"],
         "scale": state["scaler"]["scale"],
