@@ -18,13 +18,13 @@ from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.epochs import Epochs
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.plan import BatchPlan, Window
+from phaseloop.engine.data.planned import Planned, SetsAside
 from phaseloop.engine.data.reader import Reader, Request
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.data.transfer import by_function, to_device
 from phaseloop.engine.errors import DataError
 
 
-class Loader:
+class Loader(Planned, SetsAside):
     """Micro-batches of one set of samples, epoch by epoch.
 
     Reading never touches the global generators of this process, as seen from outside: they are
@@ -98,32 +98,11 @@ class Loader:
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
         self._processes: list[BaseProcess] = []
-        self._aside: rng.HostGenerators | None = None
-
-    @property
-    def plan(self) -> BatchPlan:
-        """How the first epoch is cut."""
-        return self._plans[1]
 
     @property
     def windows(self) -> int:
         """Batches in the first epoch."""
         return int(self.plan.windows)
-
-    @property
-    def plans(self) -> dict[int, BatchPlan]:
-        """How epochs are cut: from an epoch on, until the next one that is named."""
-        return {1: self.plan} if self._repeat else self._plans
-
-    def plan_of(self, epoch: int) -> BatchPlan:
-        """How one epoch is cut."""
-        return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
-
-    def cut_smaller(self, largest: int) -> None:
-        """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
-        self._plans = {
-            first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
-        }
 
     def window_again(self, epoch: int, index: int) -> Window:
         """A window, cut as :meth:`batches` cuts it from now on."""
@@ -171,15 +150,6 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to do: see :meth:`state_dict`."""
-
-    def put_back(self) -> None:
-        """Give this process its generators back, if they are still set for reading.
-
-        Called again when a signal has cut short reading, and perhaps this very call.
-        """
-        if self._aside is not None:
-            self._aside.put_back()
-            self._aside = None
 
     def close(self) -> None:
         """End the worker processes."""
@@ -268,11 +238,7 @@ class Loader:
     def _batch(self, data: Any, request: Request) -> Batch | None:
         if data is None:
             return None
-        if self._data.to_device is not None:
-            data = by_function(self._data.to_device, data, self._device)
-        elif self._device.type != "cpu":
-            data = to_device(data, self._device, non_blocking=self._pinned)
-        return Batch(data, request.indices, request.weight, request.sources)
+        return Batch(self._moved(data), request.indices, request.weight, request.sources)
 
     def _start_workers(self) -> DataLoader[Any]:
         return DataLoader(

@@ -17,18 +17,18 @@ import torch
 from phaseloop.engine import rng
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.plan import BatchPlan, Window, cut
+from phaseloop.engine.data.planned import Planned
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.stream_faults import Wrong
 from phaseloop.engine.data.stream_reader import Orders, Windows
 from phaseloop.engine.data.stream_readers import Read, Readers
 from phaseloop.engine.data.stream_state import Standing
-from phaseloop.engine.data.transfer import by_function, to_device
 from phaseloop.engine.errors import ConfigError, DataError
 
 log = logging.getLogger("phaseloop")
 
 
-class StreamLoader:
+class StreamLoader(Planned):
     """Micro-batches of one stream, pass by pass; an epoch is a pass.
 
     Has what :class:`~phaseloop.engine.data.loader.Loader` has; arguments as there.
@@ -107,29 +107,9 @@ class StreamLoader:
     # --- how passes are cut ---
 
     @property
-    def plan(self) -> BatchPlan:
-        """How the first epoch is cut."""
-        return self._plans[1]
-
-    @property
     def windows(self) -> int | float:
         """Batches in the first epoch; infinity where nobody knows."""
         return self.plan.windows
-
-    @property
-    def plans(self) -> dict[int, BatchPlan]:
-        """How epochs are cut: from an epoch on, until the next one that is named."""
-        return {1: self.plan} if self._repeat else self._plans
-
-    def plan_of(self, epoch: int) -> BatchPlan:
-        """How one epoch is cut, as far as that is known before."""
-        return self.plans[max(first for first in self.plans if first <= max(epoch, 1))]
-
-    def cut_smaller(self, largest: int) -> None:
-        """From the next call of :meth:`batches` on, no micro-batch has more samples than this."""
-        self._plans = {
-            first: dataclasses.replace(plan, largest=largest) for first, plan in self._plans.items()
-        }
 
     # --- passes ---
 
@@ -221,13 +201,6 @@ class StreamLoader:
             if data is not None:
                 batch = Batch(self._moved(data), torch.arange(piece.start, piece.stop), weight)
             yield window, batch
-
-    def _moved(self, data: Any) -> Any:
-        if self._data.to_device is not None:
-            return by_function(self._data.to_device, data, self._device)
-        if self._device.type != "cpu":
-            return to_device(data, self._device, non_blocking=self._pinned)
-        return data
 
     def window_again(self, epoch: int, index: int) -> Window:
         """The window at hand, cut as :meth:`batches` cuts it from now on."""

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from phaseloop.engine import rng
 from phaseloop.engine.data import workers
+from phaseloop.engine.data.planned import SetsAside
 from phaseloop.engine.data.stream_reader import Collected, Windows
 from phaseloop.engine.data.stream_state import Standing, given, taken
 
@@ -24,7 +25,7 @@ class Read(NamedTuple):
     standing: Standing
 
 
-class Readers:
+class Readers(SetsAside):
     """Reads a stream's windows one after the other, in turn from each worker.
 
     Reading never touches the global generators of this process, as seen from outside: they are
@@ -54,7 +55,6 @@ class Readers:
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Collected] | None = None
         self._processes: list[BaseProcess] = []
-        self._aside: rng.HostGenerators | None = None
         self._epoch = 0
         self.windows = 0
         self.samples = 0
@@ -97,15 +97,6 @@ class Readers:
             return Read(collected, standing)
         finally:
             self.put_back()
-
-    def put_back(self) -> None:
-        """Give this process its generators back, if they are still set for reading.
-
-        Called again when a signal has cut short reading, and perhaps this very call.
-        """
-        if self._aside is not None:
-            self._aside.put_back()
-            self._aside = None
 
     def close(self) -> None:
         """End the worker processes, and the pass at hand."""
