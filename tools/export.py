@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import CheckpointError, ConfigError, nearest
 from phaseloop.engine.urls import Place, check_url, is_url, place
-from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
+from phaseloop.tools.run import DONE, exit_code, words_given
 
 if TYPE_CHECKING:
     from phaseloop.engine.checkpoint.store import Saved
@@ -71,11 +71,7 @@ class Exported:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        sys.exit(DONE if words else WRONG_CONFIG)
-    sys.exit(run(words))
+    sys.exit(run(words_given(arguments, lambda: USAGE)))
 
 
 def run(words: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ as those of ``tools/run.py``.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.tools.range_files import NUMBERS, PICTURE
 from phaseloop.tools.range_test import Found, RangeTest, find_lr
-from phaseloop.tools.run import DONE, SIGNALLED, WRONG_CONFIG, exit_code
+from phaseloop.tools.run import DONE, SIGNALLED, exit_code, words_given
 
 __all__ = ["RangeTest", "find_lr"]
 
@@ -47,12 +46,11 @@ _OWN = re.compile(r"^\+{0,2}(find_lr\..+=.*|find_lr=.*)$", re.DOTALL)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.path.append(os.getcwd())  # as tools/run.py does
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE.format(experiments=", ".join(composing.experiments())))
-        sys.exit(DONE if words else WRONG_CONFIG)
-    sys.exit(run(words))
+    sys.exit(run(words_given(arguments, _usage)))
+
+
+def _usage() -> str:
+    return USAGE.format(experiments=", ".join(composing.experiments()))
 
 
 def run(words: Sequence[str]) -> int:

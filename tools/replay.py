@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.tools.replaying.report import report
-from phaseloop.tools.run import DONE, WRONG_CONFIG, exit_code
+from phaseloop.tools.run import DONE, exit_code, words_given
 
 if TYPE_CHECKING:
     from phaseloop.engine.checkpoint.store import Saved
@@ -53,12 +52,7 @@ _OWN = re.compile(r"^\+{0,2}(update|until|roll_backs|json|to)=(.*)$", re.DOTALL)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.path.append(os.getcwd())  # as tools/run.py does
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        sys.exit(DONE if words else WRONG_CONFIG)
-    sys.exit(run(words))
+    sys.exit(run(words_given(arguments, lambda: USAGE)))
 
 
 def run(words: Sequence[str]) -> int:

@@ -47,21 +47,31 @@ usage: phaseloop config=NAME [key=value ...]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    # User modules are looked for in the current folder too, last, so that they shadow nothing.
-    sys.path.append(os.getcwd())
-    if not words or {"-h", "--help"} & set(words):
-        print(
-            USAGE.format(
-                experiments=", ".join(composing.experiments()),
-                groups=", ".join(g for g in composing.groups() if g != "config"),
-            )
-        )
-        sys.exit(DONE if words else WRONG_CONFIG)
+    words = words_given(arguments, _usage)
     if any(word.split("=")[0] in _HYDRA_FLAGS for word in words):
         _hand_to_hydra(words)
     else:
         sys.exit(run(words))
+
+
+def words_given(arguments: Sequence[str] | None, usage: Callable[[], str]) -> list[str]:
+    """The words of a command line; without any, or asked for help, the program says its usage.
+
+    User modules are looked for in the current folder too, last, so that they shadow nothing.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.path.append(os.getcwd())
+    if not words or {"-h", "--help"} & set(words):
+        print(usage())
+        sys.exit(DONE if words else WRONG_CONFIG)
+    return words
+
+
+def _usage() -> str:
+    return USAGE.format(
+        experiments=", ".join(composing.experiments()),
+        groups=", ".join(g for g in composing.groups() if g != "config"),
+    )
 
 
 def run(overrides: Sequence[str], job_folder: str = "") -> int:
