@@ -75,9 +75,13 @@ BREAKS = {
 def test_res_a_every_sample_of_the_interrupted_epoch_once(
     tmp_path: Path, way: str, options: dict[str, Any]
 ) -> None:
+    check_res_a(tmp_path / "run", way, options)
+
+
+def check_res_a(folder: Path, way: str, options: dict[str, Any]) -> None:
+    """Broken off in epoch 2 after update 7 of 10, and gone on with in a new process."""
     make_at, code, more = BREAKS[way]
     options = {**options, **more}
-    folder = tmp_path / "run"
     assert go(folder, make_at(17), **options).code == code
     finish(folder, **options)
 

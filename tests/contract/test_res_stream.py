@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from phaseloop import Data
-from tests.contract.test_res import BREAKS, ENDS, KILLED, finish, go, ids_of_epoch, updates
+from tests.contract.test_res import (
+    BREAKS,
+    ENDS,
+    KILLED,
+    check_res_a,
+    finish,
+    go,
+    ids_of_epoch,
+    updates,
+)  # fmt: skip
 from tests.rigs import process, r1, streams
 from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
 from tests.rigs.r1 import At
@@ -28,19 +37,7 @@ def test_res_a_every_sample_of_the_interrupted_pass_once(
     tmp_path: Path, kind: str, workers: int, way: str
 ) -> None:
     """Stopped in epoch 2 after update 7 of 10; augmentation draws from all three generators."""
-    make_at, code, more = BREAKS[way]
-    options = options_of(kind, workers, **more)
-    folder = tmp_path / "run"
-    assert go(folder, make_at(17), **options).code == code
-    finish(folder, **options)
-
-    first, second = r1.lives(probe_of(folder))
-    assert updates(first) == list(range(1, 18))
-    assert updates(second) == list(range(18, 31))
-    ids = ids_of_epoch(folder, 2)
-    assert sorted(ids) == list(range(40))
-    assert ids == ids_of_epoch(undisturbed(**options), 2)
-    assert_eq(undisturbed(**options), folder)
+    check_res_a(tmp_path / "run", way, options_of(kind, workers))
 
 
 @pytest.mark.parametrize("kind", ["plain", "buffered"])

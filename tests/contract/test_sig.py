@@ -338,23 +338,23 @@ def test_sig_a_no_worker_is_left_when_a_run_stops_at_a_border(tmp_path: Path) ->
     assert process.result(stop_in_train_with_workers, tmp_path / "run") == ["stopped", []]
 
 
-def train_disturbing_workers(folder: Path, probe: Path) -> Any:
-    """In a new process: every process that it starts gets a Ctrl-C when it is born."""
+def train_disturbing_workers(folder: Path, probe: Path, number: int) -> Any:
+    """In a new process: every process that it starts gets a signal when it is born."""
     fork = os.fork
 
-    def fork_and_interrupt() -> int:
+    def fork_and_disturb() -> int:
         pid = fork()
         if pid == 0:
-            os.kill(os.getpid(), INT)
+            os.kill(os.getpid(), number)
         return pid
 
-    os.fork = fork_and_interrupt
+    os.fork = fork_and_disturb
     return r1.train(folder, probe, workers=2)
 
 
 def test_sig_c_ctrl_c_while_workers_start(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = process.run(train_disturbing_workers, folder, probe_of(folder))
+    ended = process.run(train_disturbing_workers, folder, probe_of(folder), INT)
     assert ended.code == 0, ended.output
     assert ended.value["status"] == "finished"
     assert "stopping" not in ended.output  # no worker took it for its own

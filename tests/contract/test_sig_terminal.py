@@ -18,6 +18,7 @@ import pytest
 from phaseloop import Hook, Task
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.signals import Signals
+from tests.contract.test_sig import train_disturbing_workers
 from tests.rigs import cli, process, r1
 from tests.rigs.equal import assert_eq, newest, probe_of, undisturbed
 from tests.rigs.r1 import At
@@ -73,23 +74,10 @@ def test_sig_a_no_border_is_reached_after_sighup(tmp_path: Path) -> None:
     assert "after SIGHUP (run.grace)" in ended.output
 
 
-def train_with_workers_hung_up(folder: Path, probe: Path) -> Any:
-    """In a new process: every process that it starts gets SIGHUP too, as those of a terminal do."""
-    fork = os.fork
-
-    def fork_and_hang_up() -> int:
-        pid = fork()
-        if pid == 0:
-            os.kill(os.getpid(), HUP)
-        return pid
-
-    os.fork = fork_and_hang_up
-    return r1.train(folder, probe, workers=2)
-
-
 def test_sig_a_workers_leave_sighup_to_their_parent(tmp_path: Path) -> None:
+    """They get it too, as all processes of a terminal do."""
     folder = tmp_path / "run"
-    ended = process.run(train_with_workers_hung_up, folder, probe_of(folder))
+    ended = process.run(train_disturbing_workers, folder, probe_of(folder), HUP)
     assert ended.code == 0, ended.output
     assert_eq(undisturbed(workers=2), folder)
 
