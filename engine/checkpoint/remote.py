@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from phaseloop.engine.checkpoint.draws import let_draw_apart
@@ -86,8 +86,7 @@ class Remote:
 
     def entries(self) -> list[str]:
         """Names of the folders that hold a manifest."""
-        keys = [key.split("/") for key in self._sizes()]
-        return sorted(parts[0] for parts in keys if len(parts) == 2 and parts[1] == MANIFEST)
+        return sorted(_with_manifest(self._sizes()))
 
     def files(self, name: str) -> list[str]:
         """Names of all that is in a checkpoint.
@@ -178,8 +177,8 @@ class Remote:
 
     def clean(self) -> None:
         """Remove what an interrupted upload or removal left behind: folders without a manifest."""
-        whole = set(self.entries())
-        leftovers = {key.split("/")[0] for key in self._sizes() if "/" in key} - whole
+        there = self._sizes()
+        leftovers = {key.split("/")[0] for key in there if "/" in key} - _with_manifest(there)
         for name in sorted(filter(is_name, leftovers)):
             log.info("%s has no %s: removed, it was cut short", self.folder / name, MANIFEST)
             self.remove(name)
@@ -249,6 +248,12 @@ class Remote:
                 f"{found.get('owner')} has started since to save to {self.folder}, and nothing "
                 f"was overwritten: end one of the two, or give each its own run.checkpoints"
             )
+
+
+def _with_manifest(keys: Iterable[str]) -> set[str]:
+    """Names of the folders that hold a manifest, of the paths of all files."""
+    parts = [key.split("/") for key in keys]
+    return {name for name, *rest in parts if rest == [MANIFEST]}
 
 
 def owner(folder: object) -> str:

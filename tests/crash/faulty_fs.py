@@ -22,9 +22,8 @@ from typing import Any
 
 VARIABLE = "FAULTY_FS"
 
-READING = ("open", "read", "list")
 WRITING = ("create", "write", "truncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
-"""The kinds of operations."""
+"""The kinds of operations that need room; beside them there are ``open``, ``read`` and ``list``."""
 
 ACTIONS = ("count", "error", "short", "full", "kill", "kill_half", "kill_after", "sleep")
 
@@ -81,7 +80,6 @@ class Layer:
         self._root = os.path.abspath(plan.root)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._originals: list[tuple[Any, str, Any]] = []
         self._os_open, self._os_write = os.open, os.write
         self._full = False
         self._log = -1
@@ -91,24 +89,16 @@ class Layer:
     def install(self) -> None:
         """Replace them."""
         for module in (builtins, io):
-            self._replace(module, "open", self._opened(open))
-        self._replace(os, "open", self._os_opened(os.open))
-        self._replace(os, "write", self._written(os.write))
+            module.open = self._opened(open)
+        os.open = self._os_opened(os.open)
+        os.write = self._written(os.write)
         for name, kind in (("fsync", "fsync"), ("fdatasync", "fsync"), ("ftruncate", "truncate"),
                            ("truncate", "truncate"), ("mkdir", "mkdir"), ("rmdir", "rmdir"),
                            ("unlink", "unlink"), ("remove", "unlink"), ("listdir", "list"),
                            ("scandir", "list")):  # fmt: skip
-            self._replace(os, name, self._plain(getattr(os, name), kind))
+            setattr(os, name, self._plain(getattr(os, name), kind))
         for name in ("rename", "replace", "link"):
-            self._replace(os, name, self._renamed(getattr(os, name)))
-
-    def uninstall(self) -> None:
-        """Put everything back."""
-        while self._originals:
-            module, name, original = self._originals.pop()
-            setattr(module, name, original)
-        if self._log >= 0:
-            os.close(self._log)
+            setattr(os, name, self._renamed(getattr(os, name)))
 
     # --- one operation ---
 
@@ -170,10 +160,6 @@ class Layer:
         return whole if whole == self._root or whole.startswith(f"{self._root}/") else ""
 
     # --- the replaced functions ---
-
-    def _replace(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        self._originals.append((module, name, getattr(module, name)))
-        setattr(module, name, function)
 
     def _plain(self, original: Any, kind: str) -> Callable[..., Any]:
         def function(path: Any = ".", *args: Any, **options: Any) -> Any:
