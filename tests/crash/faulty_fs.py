@@ -23,7 +23,7 @@ from typing import Any
 VARIABLE = "FAULTY_FS"
 
 WRITING = ("create", "write", "truncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
-"""The kinds of operations that change the disk; beside them there are ``open``, ``read`` and ``list``."""
+"""The kinds of operations that change the disk; beside them: ``open``, ``read``, ``list``."""
 
 ACTIONS = ("count", "error", "short", "full", "kill", "kill_half", "kill_after", "sleep")
 
