@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.errors import PeerError
 
 WRONG_CONFIG = 2
 _FILE = "TORCHELASTIC_ERROR_FILE"
@@ -30,10 +30,6 @@ _LOST = re.compile(
     r"Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-
-
-class LeftAloneError(PhaseloopError):
-    """This process cannot go on since another one is gone, or cannot be waited for."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _says_lost(error: BaseException) -> bool:
-    if isinstance(error, LeftAloneError):
+    if isinstance(error, PeerError):
         return True
     names = {cls.__name__ for cls in type(error).__mro__ if cls.__module__.startswith("torch")}
     if "DistError" in names:  # of torch.distributed: the network, the store, nccl

@@ -130,14 +130,14 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         processes = self._processes()
+        if self._forwarding.overdue:
+            _kill(processes)
         codes = {n: p.proc.poll() for n, p in processes.subprocess_handlers.items()}
         failed = {n: code for n, code in codes.items() if code}
         if failed:
             noticed = time.time() - _LOOK
             self._end(processes)
             self._judge(failed, noticed, processes, worker_group)
-        elif self._forwarding.overdue:
-            _kill(processes)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
