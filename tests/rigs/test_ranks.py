@@ -1,4 +1,4 @@
-"""The rig for several processes: they find each other, and none that hangs or fails is overlooked."""
+"""The rig for several processes: they find each other; one that hangs or fails is shown."""
 
 from __future__ import annotations
 
