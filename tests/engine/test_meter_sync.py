@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
 from torchmetrics import MetricCollection
@@ -17,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from phaseloop import Accuracy, Mean
-from phaseloop.engine.backends.base import Backend
+from phaseloop.engine.backends import Backend, Ddp
 from phaseloop.engine.errors import CheckpointError, ConfigError, PhaseloopError
 from phaseloop.engine.meter_set import MeterSet
 from tests.rigs import equal, ranks
@@ -26,37 +25,29 @@ CLASSES = 5
 BATCHES = 7
 
 
-class Gloo(Backend):
-    """Several processes on gloo; counts its messages."""
+class Counting(Ddp):
+    """Several processes on the CPU; writes down the messages they send."""
 
     def __init__(self) -> None:
-        super().__init__()
-        dist.init_process_group("gloo")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        super().__init__("cpu")
         self.messages: list[str] = []
+        self.setup()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.messages.append(f"sum {tensor.dtype}".replace("torch.", ""))
-        dist.all_reduce(tensor)
-        return tensor
+        return super().all_reduce(tensor)
 
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
         self.messages.append(f"gather {tensor.dtype}".replace("torch.", ""))
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(found, tensor)
-        return torch.cat(found)
+        return super().gather_with_grad(tensor)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.messages.append("tell")
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return super().all_gather_object(value)
 
     def broadcast_object(self, value: Any) -> Any:
         self.messages.append("hear")
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return super().broadcast_object(value)
 
 
 # --- meters of every kind ---
@@ -266,7 +257,7 @@ SHARES: list[list[list[int]]] = [
 
 def over_two(shares: list[list[list[int]]]) -> list[Any]:
     """On each of two processes: the values of each way to share, twice."""
-    backend = Gloo()
+    backend = Counting()
     found = []
     for share in shares:
         meters = meter_set(SAME)
@@ -293,7 +284,7 @@ def test_what_two_measure_is_what_one_would_have_and_they_agree() -> None:
 
 
 def nobody() -> Any:
-    backend = Gloo()
+    backend = Counting()
     return meter_set({k: SAME[k] for k in ("hits", "accuracy")}).compute(backend)
 
 
@@ -304,7 +295,7 @@ def test_where_nobody_saw_anything_nothing_hangs() -> None:
 
 
 def others() -> Any:
-    backend = Gloo()
+    backend = Counting()
     found = []
     for share in ([0], [3], [5]), ([], [3], [5]):
         meters = meter_set(OTHER)
@@ -326,7 +317,7 @@ def test_reductions_of_every_other_kind() -> None:
 
 def goes_on() -> Any:
     """A phase that is read in its middle goes on from its own state."""
-    backend = Gloo()
+    backend = Counting()
     meters = meter_set(SAME)
     feed(meters, [0, 2] if backend.rank == 0 else [1])
     meters.compute(backend)
@@ -341,7 +332,7 @@ def test_a_phase_goes_on_after_it_was_read() -> None:
 
 
 def messages() -> Any:
-    backend = Gloo()
+    backend = Counting()
     many = {f"{name}{i}": make for i in range(3) for name, make in SAME.items()}
     meters = meter_set(many)
     feed(meters, [backend.rank])
@@ -359,7 +350,7 @@ def test_the_number_of_messages_does_not_grow_with_the_meters() -> None:
 
 
 def other_shapes() -> str:
-    backend = Gloo()
+    backend = Counting()
     meter = Histogram()
     meter.counts = torch.zeros(CLASSES + backend.rank)
     with pytest.raises(ConfigError) as failed:
