@@ -153,6 +153,8 @@ class Job:
         """
         from submitit.helpers import DelayedSubmission
 
+        if not self._pid:
+            return DelayedSubmission(self)
         self._send(signal.SIGTERM)
         code = _wait(self._pid) if self._code is None else self._code
         return DelayedSubmission(self) if code in (0, _SIGNALLED + signal.SIGTERM) else None
@@ -162,6 +164,8 @@ class Job:
 
         A job that ended by itself meanwhile would not be queued again.
         """
+        if not self._pid:
+            sys.exit(_SIGNALLED + number)
         self._send(number)
         if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and _wait(self._pid) > _SIGNALLED:
             time.sleep(_TO_BE_ENDED)

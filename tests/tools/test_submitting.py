@@ -133,7 +133,7 @@ def test_a_job_that_is_told_to_save(as_a_job: None, tmp_path: Path, code: int, a
     queued = []
 
     def tell() -> None:
-        while not (tmp_path / "here").exists():
+        while not made._pid or not (tmp_path / "here").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR2)
 
