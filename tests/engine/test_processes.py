@@ -157,3 +157,32 @@ def test_processes_that_come_apart_are_told_so_by_rank() -> None:
         assert "the processes have come apart" in said
         assert "rank 0: phase train, epoch 1, batch 3, updates 3" in said
         assert "rank 1: phase train, epoch 1, batch 3, updates 4" in said
+
+
+def past_the_wrapper(task: Task) -> None:
+    """A step that says that it goes through the model as a whole, and does not."""
+    batch = task.next_batch()
+    output = task.bare_model(batch.input)
+    loss = task.criterion(output, batch.target)
+    if task.train:
+        task.backward(loss)
+        task.update()
+
+
+def train_past_the_wrapper(declared: bool) -> str:
+    from phaseloop import Trainer
+
+    past_the_wrapper.whole_model_forward = declared  # type: ignore[attr-defined]
+    task = r1.make_task(None, train_step=past_the_wrapper)
+    try:
+        Trainer(task, {"learning_rate": r1.learning_rate.LearningRate()}).train()
+    except PhaseloopError as error:
+        return str(error)
+    return repr([float(p.detach().sum()) for p in task.bare_model.parameters()])
+
+
+def test_a_step_that_passes_the_wrapper_by_is_an_error_and_not_a_run_apart() -> None:
+    for said in ranks.results(train_past_the_wrapper, declared=True):
+        assert "whole_model_forward=True, and has not gone through the model" in said
+    first, second = ranks.results(train_past_the_wrapper, declared=False)
+    assert first == second
