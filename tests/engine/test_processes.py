@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,30 @@ def test_a_step_that_passes_the_wrapper_by_is_an_error_and_not_a_run_apart() -> 
         assert "whole_model_forward=True, and has not gone through the model" in said
     first, second = ranks.results(train_past_the_wrapper, declared=False)
     assert first == second
+
+
+def train_by_the_clock(folder: Path) -> tuple[int, int, float]:
+    """A run whose length, tests and saves go by time, where rank 1's clock is an hour ahead."""
+    from phaseloop import Trainer
+
+    if os.environ["RANK"] == "1":
+        own, ticks = time.monotonic, iter(range(10**9))
+        time.monotonic = lambda: own() + 3600 + 0.3 * next(ticks)  # and faster
+    task = r1.make_task(
+        folder,
+        epochs=None,
+        test=True,
+        phases={"time": "1.5s", "test_every_time": "0.3s"},
+    )
+    hooks = r1.make_hooks(save={"every_minutes": 0.005})
+    Trainer(task, hooks).train()
+    return task.progress.updates, task.progress.tested_at, task.progress.seconds
+
+
+def test_what_goes_by_time_goes_by_the_primarys_clock(tmp_path: Path) -> None:
+    first, second = ranks.results(train_by_the_clock, tmp_path / "run")
+    assert first == second
+    updates, tested_at, seconds = first
+    assert updates > 1
+    assert 0 < tested_at <= updates
+    assert 1.5 <= seconds < 30.0
