@@ -27,6 +27,7 @@ from phaseloop.hooks import (
     precise_bn,
     progress,
     tensorboard,
+    watchdog,
 )
 
 
@@ -74,4 +75,5 @@ __all__ = [
     "precise_bn",
     "progress",
     "tensorboard",
+    "watchdog",
 ]
