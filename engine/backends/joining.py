@@ -1,0 +1,230 @@
+"""Joining: whether a launcher started this process as one of several, and which of them it is.
+
+torchrun and our own launcher say so in the environment. Slurm's ``srun`` does in variables of its
+own, which are put into the same form here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phaseloop.engine.errors import ConfigError
+
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+STARTED_BY = "PHASELOOP_STARTED_BY"
+"""Who set the variables above, where it was not torchrun."""
+
+_FIRST_PORT, _PORTS = 15000, 15000  # below 32768, from where Linux hands ports out
+
+_STDIN = 0
+
+
+@dataclass(frozen=True)
+class Joining:
+    """This process among those that a launcher started.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world_size: how many there are.
+        local_rank: number of this process among those on this machine.
+        local_world_size: how many there are on this machine.
+        by: ``torchrun``, ``slurm`` or ``phaseloop``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    by: str
+
+
+def found() -> Joining | None:
+    """This process's place among those of a launcher; None where no launcher started it.
+
+    Where Slurm did, the environment is completed with what torchrun would have set: the six
+    variables that ``init_process_group`` reads.
+
+    Raises:
+        ConfigError: variables are missing, are no numbers, or contradict one another.
+    """
+    environment = os.environ
+    if all(name in environment for name in _RANKS):
+        return _of_torchrun(environment)
+    if _in_step(environment):
+        joining = _of_slurm(environment)
+        _complete(joining, environment)
+        return joining
+    if some := [name for name in _RANKS if name in environment]:
+        missing = [name for name in _RANKS if name not in environment]
+        raise ConfigError(
+            "backend",
+            f"the environment has {', '.join(some)}, but not {', '.join(missing)}: start with "
+            f"torchrun, which sets all of them, or unset them, or choose backend=single",
+        )
+    return None
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts: ``node01`` of ``node[01-04,7],gpu3``.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
+    # A comma within brackets separates numbers, one outside separates hosts.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts.strip())
+    if first is None:
+        raise ConfigError("backend", f"Slurm's list of hosts is {hosts!r}")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's count of tasks on each node: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: the text is of another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError("backend", f"Slurm's count of tasks per node is {text!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Joining:
+    if missing := [name for name in _MEETING if not environment.get(name)]:
+        raise ConfigError(
+            "backend",
+            f"the environment has {', '.join(_RANKS)}, but not {', '.join(missing)}: the processes "
+            f"cannot find one another",
+        )
+    rank, size, local, local_size = (_number(name, environment) for name in _RANKS)
+    joining = Joining(rank, size, local, local_size, environment.get(STARTED_BY) or "torchrun")
+    _check(joining, dict(zip(("rank", "size", "local", "local_size"), _RANKS, strict=True)))
+    return joining
+
+
+def _in_step(environment: Mapping[str, str]) -> bool:
+    """``srun`` started this process as one of several.
+
+    A batch script has no step, and a shell under ``srun --pty`` or ``salloc`` has a terminal, which
+    no other task has: ``python`` in either is a process on its own, though Slurm's variables tell
+    of all tasks of the job.
+    """
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return False
+    if os.isatty(_STDIN):
+        return False
+    return environment.get(_size_name(environment), "1") != "1"
+
+
+def _size_name(environment: Mapping[str, str]) -> str:
+    """The step's tasks; older versions of Slurm say it under the job's name alone."""
+    step = "SLURM_STEP_NUM_TASKS"
+    return step if step in environment else "SLURM_NTASKS"
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Joining:
+    size_name = _size_name(environment)
+    size = _number(size_name, environment)
+    local_size, local_name = _local_size(size, environment)
+    joining = Joining(
+        rank=_number("SLURM_PROCID", environment),
+        world_size=size,
+        local_rank=_number("SLURM_LOCALID", environment),
+        local_world_size=local_size,
+        by="slurm",
+    )
+    names = {"rank": "SLURM_PROCID", "size": size_name, "local": "SLURM_LOCALID"}
+    _check(joining, {**names, "local_size": local_name})
+    return joining
+
+
+def _local_size(size: int, environment: Mapping[str, str]) -> tuple[int, str]:
+    """How many tasks there are on this node, and the variable that says so."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name not in environment:
+            continue
+        counts = tasks_per_node(environment[name])
+        if sum(counts) != size:
+            raise ConfigError(
+                "backend",
+                f"{name}={environment[name]} makes {sum(counts)} tasks, and "
+                f"{_size_name(environment)}={size}",
+            )
+        node = _number("SLURM_NODEID", environment) if len(counts) > 1 else 0
+        if node >= len(counts):
+            raise ConfigError(
+                "backend", f"SLURM_NODEID={node}, and {name}={environment[name]} has no such node"
+            )
+        return counts[node], name
+    return _number("SLURM_NTASKS_PER_NODE", environment), "SLURM_NTASKS_PER_NODE"
+
+
+def _complete(joining: Joining, environment: os._Environ[str]) -> None:
+    """Set what torchrun would have set; what somebody set himself stands, unless it is another."""
+    values = (joining.rank, joining.world_size, joining.local_rank, joining.local_world_size)
+    for name, value in zip(_RANKS, values, strict=True):
+        if environment.get(name, str(value)) != str(value):
+            raise ConfigError(
+                "backend",
+                f"the environment has {name}={environment[name]}, and by Slurm's variables it is "
+                f"{value}: unset {name}",
+            )
+    address = environment.get("MASTER_ADDR") or _address(environment)
+    port = environment.get("MASTER_PORT") or str(_port(environment))
+    environment.update({name: str(value) for name, value in zip(_RANKS, values, strict=True)})
+    environment.update({"MASTER_ADDR": address, "MASTER_PORT": port})
+    environment[STARTED_BY] = joining.by
+
+
+def _address(environment: Mapping[str, str]) -> str:
+    """The host of rank 0: Slurm gives the first node the first task."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environment.get(name):
+            return first_host(environment[name])
+    raise ConfigError(
+        "backend",
+        "Slurm's SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are missing: set MASTER_ADDR to the "
+        "host of rank 0",
+    )
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """A port that all tasks of a step derive alike, and two steps at once do not share."""
+    step = _number("SLURM_STEP_ID", environment)
+    job_name = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
+    return _FIRST_PORT + (_number(job_name, environment) + 97 * step) % _PORTS
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(name)
+    if text is None:
+        raise ConfigError("backend", f"{name} is missing in the environment")
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError("backend", f"{name}={text} in the environment is no number from 0 on")
+    return int(text)
+
+
+def _check(joining: Joining, names: Mapping[str, str]) -> None:
+    """Raises ConfigError for numbers that cannot be true together."""
+    pairs = [
+        ("rank", joining.rank, "size", joining.world_size),
+        ("local", joining.local_rank, "local_size", joining.local_world_size),
+    ]
+    for less, number, more, bound in pairs:
+        if number >= bound:
+            raise ConfigError(
+                "backend", f"{names[less]}={number} has to be less than {names[more]}={bound}"
+            )
+    if joining.local_world_size > joining.world_size:
+        raise ConfigError(
+            "backend",
+            f"{names['local_size']}={joining.local_world_size} is more than "
+            f"{names['size']}={joining.world_size}",
+        )
