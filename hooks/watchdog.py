@@ -20,11 +20,10 @@ from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import EVENTS, Hook
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.report import duration
+from phaseloop.engine.run_folder import RANKS
 from phaseloop.engine.signals import say_within
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
-
-FOLDER = "ranks"
 
 _LOOKS = 20  # in the time that is too long
 _SELDOM = 5.0  # seconds between two looks, at most
@@ -207,8 +206,7 @@ class _Watch(threading.Thread):
         return "".join(f", {part}" for part in (what, line and f"at {line}") if part)
 
     def _say(self, text: str) -> None:
-        if self._task.primary:
-            say_within(_TO_SAY, text, logging.WARNING)
+        say_within(_TO_SAY, text, logging.WARNING)
 
     def _leave(self) -> None:
         """End the process, unless the run has moved or ended in the meantime."""
@@ -242,10 +240,10 @@ def _is_library(file: str) -> bool:
 
 
 def _file_of(task: Task) -> Path | None:
-    """Where stacks go, on every rank; None: this run leaves nothing in a folder."""
+    """Where stacks go; None: this run leaves nothing in a folder."""
     if task.run.dir is None or task.debug.fast is not None or task.test_only:
         return None
-    return Path(task.run.dir).absolute() / FOLDER / f"stacks-{task.backend.rank}.txt"
+    return Path(task.run.dir).absolute() / RANKS / f"stacks-{task.backend.rank}.txt"
 
 
 def _dump(file: IO[str], header: str) -> None:
