@@ -24,7 +24,7 @@ from phaseloop.tools.plan import show_plan
 log = logging.getLogger("phaseloop")
 
 _SIGNALLED = 128
-_WHILE_TESTING = ("meter_sync", "barrier", "progress", "fit_memory")
+_WHILE_TESTING = ("meter_sync", "barrier", "progress", "fit_memory", "watchdog")
 
 
 def run(schema: Schema) -> int:
