@@ -11,6 +11,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError, NonFiniteError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shards import norms as norms_of
 from phaseloop.engine.task import Task
 from phaseloop.engine.walk import NO_ROLL_BACK
 
@@ -279,9 +280,7 @@ def _norms(tensors: list[Tensor | None]) -> Tensor | None:
     wanted = [t for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
     if not wanted:
         return None
-    # A norm over no elements would be an error.
-    filled = [t if t.numel() else t.new_zeros(1) for t in wanted]
-    return torch.stack(torch._foreach_norm(filled, float("inf")))
+    return norms_of(wanted, float("inf"))
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 
 
 class Backend:
-    """One process on one device; the base of all backends."""
+    """One process on one device; the base of all backends.
+
+    Attributes:
+        shards: parameters, their gradients and averages are sharded over processes.
+    """
+
+    shards = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
