@@ -59,6 +59,16 @@ class Accumulator:
         return self._last is not None and not self.spent
 
     @property
+    def explicit_weight(self) -> Tensor | float | None:
+        """Sum of the weights that the step gave since the pass began; None: it gave none."""
+        return self._explicit
+
+    @property
+    def lacks(self) -> int:
+        """Samples of this process's share that no loss was made of since the pass began."""
+        return self.window.share - self._contributed
+
+    @property
     def is_weighted(self) -> bool:
         """There are gradients that still have to be divided by a sum of weights."""
         return self.has_gradients and self._explicit is not None
@@ -86,25 +96,30 @@ class Accumulator:
             raise PhaseloopError(_TWICE)
         if weight is None:
             total = self.window.samples
-            if batch.weight == total:
-                return loss
-            return loss * (batch.weight * self._world_size / total)
+            weight = batch.weight * self._world_size  # what follows is a mean over processes
+            return loss if weight == total else loss * (weight / total)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
+        if not batch.weight:
+            weight = weight * 0  # a stand-in: its samples count on another process
         self._explicit = weight if self._explicit is None else self._explicit + weight
         return loss * weight
 
-    def correction(self) -> Tensor | float | None:
+    def correction(self, weight: Tensor | float | None) -> Tensor | float | None:
         """What every gradient has to be multiplied by at a pass's end; None: nothing.
 
-        With explicit weights, one over their sum. Otherwise more than 1 only where samples had no
-        part in the window, because the collate function or the step gave nothing for them.
+        With explicit weights, one over their sum (over the mean of it, of several processes).
+        Otherwise more than 1 only where samples had no part in the window, because the collate
+        function or the step gave nothing for them.
+
+        Args:
+            weight: :attr:`explicit_weight`, of all processes.
         """
-        if self._explicit is not None:
-            if isinstance(self._explicit, Tensor):
+        if weight is not None:
+            if isinstance(weight, Tensor):
                 # A window without a valid element has gradients of zero, not 0 / 0.
-                weights = self._explicit.double()  # else the quotient of float64 is a float32's
-                return torch.where(weights == 0, 1.0, 1.0 / weights)
-            return 1.0 / self._explicit if self._explicit else None
+                weights = weight.double()  # else the quotient of float64 is a float32's
+                return torch.where(weights == 0, 1.0, self._world_size / weights)
+            return 1.0 / weight if weight else None
         if 0 < self._contributed < self.window.share:
             return self.window.share / self._contributed
         return None

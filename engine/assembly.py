@@ -11,6 +11,7 @@ from torch import nn
 
 from phaseloop.engine import optimizers
 from phaseloop.engine.accumulator import Accumulator
+from phaseloop.engine.agreement import Agreement
 from phaseloop.engine.checkpoint.identity import identity
 from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.data.loaders import AnyLoader, make_loader
@@ -174,6 +175,7 @@ def build(task: Task) -> None:
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
     task.accumulator = Accumulator(task.backend.world_size)
+    task.agreement = Agreement(task) if task.backend.world_size > 1 else None
     _make_loaders(task)
     task.stages.enter()
     task.stages.check()

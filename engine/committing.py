@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from phaseloop.engine.data.batch import Batch
+from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.progress import Progress
 
@@ -56,8 +57,11 @@ class Committing:
         if not self.train:
             if accumulator.full:
                 accumulator.closed = True
+                last = accumulator.window.last
+                if self.agreement is not None:
+                    last = self.agreement.close(accumulator.window)
                 self.phase.position += 1
-                if accumulator.window.last:
+                if last:
                     self.phase.windows = self.phase.position
             return
         progress = self.progress
@@ -73,15 +77,20 @@ class Committing:
         if self._roll_back is not None:
             self.updated = False  # whatever has moved moves back: nobody is to save it
         accumulator.closed = True
+        last = accumulator.window.last
+        if self.agreement is not None:
+            last = self.agreement.close(accumulator.window)
         progress.windows += 1
         progress.samples += accumulator.window.samples
         self.phase.position += 1
-        if accumulator.window.last:
+        if last:
             self.phase.windows = progress.epoch_windows = progress.windows
         if self.updated:
             progress.updates += 1
             progress.skipped_in_a_row = 0
             progress.saves = 0
+            if self.agreement is not None:
+                self.backend.settle()
             for name in self.moved:
                 progress.moved[name] = progress.moved.get(name, 0) + 1
             self.recorder.tick(progress.updates)
@@ -97,9 +106,13 @@ class Committing:
         if self._skips:
             self._record_skips()
 
-    def _keep_time(self) -> None:
+    def clock(self: Task) -> float:  # type: ignore[misc]
+        """Seconds on a clock that only goes forward; the same on all processes at a border."""
+        return time.monotonic() if self.agreement is None else self.agreement.clock
+
+    def _keep_time(self: Task) -> None:  # type: ignore[misc]
         """Add the wall time since the last call; the first in a process begins to count."""
-        now = time.monotonic()
+        now = self.clock()
         if self._clock is not None:
             self.progress.seconds += now - self._clock
         self._clock = now
@@ -115,6 +128,12 @@ class Committing:
                 self.note_skip(_NO_LOSS if empty else "the step moved no optimizer")
         elif self.accumulator.has_gradients:
             apply_update(self)
+        elif self.agreement is not None:
+            raise PhaseloopError(
+                f"rank {self.backend.rank} made no gradients for update "
+                f"{self.progress.updates + 1}: of several processes each has to, for every "
+                f"micro-batch; give a loss of weight 0"
+            )
         else:
             self.note_skip(_NO_LOSS)
             clear(self.trainable)

@@ -47,6 +47,10 @@ class InUseError(PhaseloopError):
     """Another process trains in the run's folder."""
 
 
+class PeerError(PhaseloopError):
+    """Another process of this run has failed; it says itself why."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint is incomplete or not what was written; one before it may be whole."""
 

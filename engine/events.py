@@ -24,6 +24,7 @@ class Order:
     DEFAULT = 50  # measuring: before what writes the measurements down
     AVERAGE = 55
     STOP = 60  # early stopping and best-keeping: before logging says what happened
+    SYNC_ROWS = 69  # just before logging: everyone after it sees rows that all ranks share
     LOG = 70
     CHECKPOINT = 100  # last: what it saves includes what everyone before it did
 
@@ -52,6 +53,9 @@ class Hook:
 
     saves: ClassVar[bool] = False
     """It writes checkpoints, and so may stand at ``Order.CHECKPOINT``."""
+
+    for_processes: ClassVar[bool] = False
+    """It is of use with several processes only, and is left out with one."""
 
     name: str = ""
     """The key in the ``hooks:`` mapping; set by the dispatcher."""

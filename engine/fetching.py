@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phaseloop.engine.accumulator import Accumulator
+from phaseloop.engine.backends import Backend
 from phaseloop.engine.committing import Committing
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
+from phaseloop.engine.errors import DataError
 from phaseloop.engine.phases import Phase
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
+    from phaseloop.engine.agreement import Agreement
     from phaseloop.engine.step_facts import StepFacts
     from phaseloop.engine.window_start import WindowStart
 
@@ -36,8 +39,10 @@ class Fetching(Committing):
         failed_whole: an error came while the first micro-batch of a window was fetched: nothing
             has moved since the last step that every hook has seen to its end.
         window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
+        agreement: what several processes decide together; None: there is one.
     """
 
+    backend: Backend
     phase: Phase
     train: bool
     loaders: dict[str, AnyLoader]
@@ -55,6 +60,7 @@ class Fetching(Committing):
         self.step_is_empty = False
         self.failed_whole = False
         self.window_start: WindowStart | None = None
+        self.agreement: Agreement | None = None
         self._pending: Batch | None = None
         self._window: list[Batch] = []
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -77,8 +83,9 @@ class Fetching(Committing):
                 self._batches = self.loaders[phase.name].batches(
                     progress.epoch, progress.roll_backs, first
                 )
-            # Only with the window closed is there a border to stop at without this batch.
-            self.signals.waiting = accumulator.closed
+            # Only with the window closed is there a border to stop at without this batch; and of
+            # several processes none stops there alone.
+            self.signals.waiting = accumulator.closed and self.agreement is None
             window, batch = next(self._batches)
         except Interrupted:
             self._batches = None
@@ -96,6 +103,8 @@ class Fetching(Committing):
             if self.window_start is not None:
                 self.window_start.put_aside()
         accumulator.taken += 1
+        if self.agreement is not None:
+            self._tell_others(self.agreement, batch)
         if self.step_facts.takes_window:
             batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
             accumulator.taken = len(batches)
@@ -105,6 +114,23 @@ class Fetching(Committing):
             self._pending = batch
             self.step_is_empty = batch is None
         return True
+
+    def _tell_others(self, agreement: Agreement, batch: Batch | None) -> None:
+        """A micro-batch begins, on several processes."""
+        accumulator = self.accumulator
+        if accumulator.taken == 1:
+            agreement.begin(accumulator.window)
+            if self.train:
+                self.begin_shared_window()
+        if self.train:
+            if batch is None:
+                raise DataError(
+                    f"{self.loaders[self.phase.name].key}: the collate function gave None for "
+                    f"update {self.progress.updates + 1} on rank {self.backend.rank}. Of several "
+                    f"processes each has to have its part of an update; leave such samples out of "
+                    f"the dataset"
+                )
+            self.backend.sync_gradients(accumulator.full)
 
     def drop_attempt(self) -> None:
         """Let go of what the attempt at a window holds: batches, output, loss."""
@@ -133,6 +159,10 @@ class Fetching(Committing):
 
     def _goes_on(self) -> bool:
         """There is another window before the next border; implemented by the walk."""
+        raise NotImplementedError
+
+    def begin_shared_window(self) -> None:
+        """What several processes do before a window of the training; implemented by the task."""
         raise NotImplementedError
 
     def take_added_groups(self) -> None:

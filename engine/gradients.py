@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from phaseloop.engine import shards
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.shards import local
 
 if TYPE_CHECKING:
@@ -83,17 +83,45 @@ def _with_gradients(task: Task) -> list[str]:
 
 def _complete(task: Task) -> None:
     """Make the gradients what the whole batch, over all processes, has for them."""
-    task.backend.reduce_gradients(task.trainable)
-    factor = task.accumulator.correction()
+    weight = task.accumulator.explicit_weight
+    if task.agreement is not None:
+        weight = _reduce(task, weight)
+    factor = task.accumulator.correction(weight)
     if factor is not None:
         _scale(task.trainable, factor)
+
+
+def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
+    """Average the gradients over processes, and add up the weights that the step gave.
+
+    Raises:
+        PhaseloopError: this process has no loss for a part of its share, for which the others
+            would have to be corrected too.
+    """
+    if task.accumulator.lacks:
+        raise PhaseloopError(
+            f"rank {task.backend.rank} called no backward() for {task.accumulator.lacks} samples "
+            f"of update {task.progress.updates + 1}; of several processes each has to, for every "
+            f"micro-batch: give a loss of weight 0"
+        )
+    task.backend.reduce_gradients(task.trainable)
+    if weight is None:
+        return None
+    return task.backend.all_reduce(
+        torch.as_tensor(weight, dtype=torch.float64, device=task.device).clone()
+    )
 
 
 def _evaluate(task: Task, closure: Closure) -> Tensor:
     clear(task.trainable)
     loss = closure()
     _complete(task)
-    return loss.detach()
+    if task.agreement is None:
+        return loss.detach()
+    # Every process has the mean over its share; the optimizer has to see that over the batch, and
+    # the same everywhere, since it may go by it.
+    window = task.accumulator.window
+    return task.backend.all_reduce(loss.detach() * (window.share / window.samples))
 
 
 class _Asked:

@@ -7,14 +7,17 @@ last one makes a row. Nothing is read from the device between log points.
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phaseloop.engine.backends.base import Backend
 from phaseloop.engine.errors import PhaseloopError
 
 _COMPACT_AT = 1024
+_MARKS = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 POSITION = ("stage", "phase", "update", "epoch", "time", "event")
 """What every row says of itself; no scalar may be called so."""
@@ -144,6 +147,15 @@ class Recorder:
         self._gauges = dict(state["gauges"])
         self._row, self.due, self.events = None, False, []
 
+    def load_merged(self, states: list[dict[str, Any]], first: bool) -> None:
+        """Those of another number of processes: the first takes all, the others nothing."""
+        series: dict[str, list[Any]] = {}
+        for state in states if first else []:
+            for name, (values, weights) in state["series"].items():
+                before, weights_before = series.get(name, (values[:0], []))
+                series[name] = [torch.cat([before, values]), [*weights_before, *weights]]
+        self.load_state_dict({"series": series, "gauges": states[0]["gauges"]})
+
     def put_aside(self) -> dict[str, Any]:
         """What :meth:`put_back` needs; values are not copied, since nobody changes them."""
         series = {name: (list(s.values), list(s.weights)) for name, s in self._series.items()}
@@ -157,7 +169,28 @@ class Recorder:
             series.values, series.weights = list(values), list(weights)
         self._gauges = dict(kept["gauges"])
 
+    def share(self, backend: Backend) -> None:
+        """Make the row that of all processes: each value's mean over what all of them recorded.
+
+        Every process has to call it, at the same log point. Gauges stay its own.
+        """
+        names = _agreed_names(backend, list(self._series))
+        sums = torch.zeros(2, len(names), dtype=torch.float64)
+        read = self._read()
+        for number, name in enumerate(names):
+            if name in read:
+                sums[0, number], sums[1, number] = read[name]
+        if (work := backend.sum_on_host(sums)) is not None:
+            work.wait()
+        totals = zip(names, *sums.tolist(), strict=True)
+        means = {name: total / weight for name, total, weight in totals if weight}
+        self._row = {"time": round(time.time(), 3), **means, **self._gauges}
+
     def _means(self) -> dict[str, float]:
+        return {name: total / weight for name, (total, weight) in self._read().items() if weight}
+
+    def _read(self) -> dict[str, tuple[float, float]]:
+        """By name, the sum of value times weight, and that of the weights; one wait for all."""
         if not self._series:
             return {}
         found = [(series.total(), series.weight()) for series in self._series.values()]
@@ -167,9 +200,8 @@ class Recorder:
         totals, rest = read[: len(found)], iter(read[len(found) :])
         weights = [next(rest) if isinstance(w, Tensor) else float(w) for _, w in found]
         return {
-            name: total / weight
+            name: (total, weight)
             for name, total, weight in zip(self._series, totals, weights, strict=True)
-            if weight  # every weight of it was a tensor of 0
         }
 
     @staticmethod
@@ -180,6 +212,21 @@ class Recorder:
         if isinstance(weight, Tensor):  # all of them may be 0
             mean = torch.where(weight == 0, 0.0, mean)
         series.values, series.weights = [mean], [weight]
+
+
+def _agreed_names(backend: Backend, names: list[str]) -> list[str]:
+    """The names that any process has, in one order on all.
+
+    Nearly always all have the same; whether so is found by a sum, and only else are they sent.
+    """
+    mark = zlib.crc32("\n".join(names).encode()) % _MARKS
+    told = torch.tensor([mark, mark * mark])
+    if (work := backend.sum_on_host(told)) is not None:
+        work.wait()
+    total, squares = told.tolist()
+    if total**2 == squares * backend.world_size:
+        return names
+    return sorted({name for own in backend.all_gather_object(names) for name in own})
 
 
 def _check_name(name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine.checkpoint import contents
+from phaseloop.engine.checkpoint.resume import chosen_by_primary
 from phaseloop.engine.errors import NonFiniteError, PhaseloopError
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def roll_back(task: Task, reason: str, most: int) -> None:
     saved = None
     if task.store is not None:
         task.writer.settle()  # the newest may still be on its way
-        saved = next(task.store.whole(), None)
+        store = task.store
+        saved = chosen_by_primary(task, lambda: next(store.whole(), None))
     if saved is None:
         raise NonFiniteError(
             f"{reason}; and there is no checkpoint to roll back to: set run.dir, and "

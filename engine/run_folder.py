@@ -29,6 +29,7 @@ RESOLVED = "resolved.yaml"
 LOG = "log.txt"
 METRICS = "metrics.jsonl"
 LOCK = ".lock"
+RANKS = "ranks"
 ONLY_FILE = {"only_file": True}
 
 
@@ -223,18 +224,25 @@ class RunFolder:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def start_log(self) -> None:
+    def start_log(self, rank: int = 0) -> None:
         """Send everything that phaseloop logs to ``log.txt`` too.
+
+        Of several processes the others say what goes wrong in ``ranks/log-RANK.txt``, which is
+        made when there is something to say.
 
         Raises:
             ConfigError: it cannot be opened.
         """
+        path = self.path / LOG if rank == 0 else self.path / RANKS / f"log-{rank}.txt"
         try:
-            self._handler = LogFile(self.path / LOG)
+            if rank == 0:
+                self._handler = LogFile(path)
+            else:
+                make_folder(path.parent)
+                self._handler = LogFile(path, delay=True)
+                self._handler.setLevel(logging.WARNING)
         except OSError as error:
-            raise ConfigError(
-                self._key, f"{self.path / LOG} cannot be written: {error.strerror}"
-            ) from None
+            raise ConfigError(self._key, f"{path} cannot be written: {error.strerror}") from None
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(self._handler)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phaseloop.engine import registry
+from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.data import failed
@@ -63,7 +64,10 @@ class Trainer:
 
     def __init__(self, task: Task, hooks: Mapping[str, Hook] | None = None) -> None:
         self.task = task
-        self.hooks = Dispatcher(registered_defaults() if hooks is None else hooks)
+        hooks = registered_defaults() if hooks is None else hooks
+        if task.backend.world_size == 1:
+            hooks = {name: hook for name, hook in hooks.items() if not hook.for_processes}
+        self.hooks = Dispatcher(hooks)
         self._started = 0.0
         self._start_from: Saved | None = None
         self._begun = False
@@ -149,6 +153,8 @@ class Trainer:
         else:
             weights.start(task)
             task.seed_all()
+        if task.agreement is not None:
+            task.agreement.meet()
         self._begun = True
         check_folder(task)  # building may have taken long
         hooks.on_start(task)
@@ -181,6 +187,7 @@ class Trainer:
         """Tell the hooks; an error of theirs hides neither the first nor the others' calls."""
         task = self.task
         outcome = self._outcome("failed", _describe(error))
+        task.backend.failed()
         hint = _hint(error)
         # Whoever called says these in a sentence; twice would be once too often.
         extra = ONLY_FILE if isinstance(error, _SAID_BY_THE_CALLER) else None
@@ -236,15 +243,17 @@ class _Life:
         task, undo = self._task, self._undo
         undo.callback(log.setLevel, log.level)
         log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-        if task.primary and not log.handlers:
-            console = ConsoleHandler()
+        if not log.handlers:
+            console = ConsoleHandler() if task.primary else logging.NullHandler()
             undo.callback(log.removeHandler, console)
             log.addHandler(console)
+        undo.callback(task.backend.teardown)
+        task.backend.setup()
         if task.folder is not None:
             undo.callback(task.folder.close)
-            resume.open_folder(task.folder, task.run.resume, task.store)
+            on_primary(task.backend, self._open_folder)
             undo.callback(task.folder.stop_log)
-            task.folder.start_log()
+            task.folder.start_log(task.backend.rank)
         undo.callback(task.signals.restore)
         task.signals.install()
         environment = Environment(task.run)
@@ -252,6 +261,11 @@ class _Life:
         environment.apply()
         undo.callback(task.close)
         undo.callback(task.leave_phase)
+
+    def _open_folder(self) -> None:
+        task = self._task
+        assert task.folder is not None
+        resume.open_folder(task.folder, task.run.resume, task.store)
 
     def end(self) -> None:
         """Undo everything, last first; an error in it never hides an earlier one."""

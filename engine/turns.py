@@ -31,7 +31,6 @@ class Turns(Walk):
         trainable: the parameters of those.
     """
 
-    bare_model: nn.Module
     criterion_module: Any
     rates: dict[str, Rates]
 
@@ -47,6 +46,7 @@ class Turns(Walk):
         self.stepping: tuple[str, ...] = ()
         self._chosen = False
         self._parameters: list[nn.Parameter] = []
+        self._wrapped_for: list[bool] = []
 
     def due(self, optimizer: str) -> bool:
         """Whether an optimizer steps in this window: at every n-th, counted over the stage.
@@ -132,6 +132,28 @@ class Turns(Walk):
         if count_groups(self.optimizers) != self.groups:
             self.find_parameters()
             clear(self.trainable)
+
+    # --- on several processes ---
+
+    def wrap_model(self) -> None:
+        """Let the backend reduce gradients in backward, where the step allows it."""
+        self._wrapped_for = self._flags()
+        facts = self.step_facts
+        if facts.whole_model_forward and not facts.takes_window:
+            self.model = self.backend.wrap(self.bare_model)
+        else:
+            self.backend.unwrap()
+            self.model = self.bare_model
+
+    def begin_shared_window(self) -> None:
+        """Before a window of the training: buffers are equal, and what is trained is reduced."""
+        if self._flags() != self._wrapped_for:
+            self.wrap_model()
+        self.backend.equal_buffers(self.bare_model)
+
+    def _flags(self) -> list[bool]:
+        """Which parameters are trained now."""
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; implemented by the task."""

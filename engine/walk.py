@@ -63,6 +63,7 @@ class Walk(Fetching):
     swapping: Swapping
     freezing: Freezing
     model: nn.Module
+    bare_model: nn.Module
     trainable: list[nn.Parameter]
     groups: int
     unset_rates: bool
@@ -87,12 +88,14 @@ class Walk(Fetching):
 
     def advance_phase(self) -> bool:
         """Go to the next phase, or back into an interrupted one; False: the run is over."""
+        if self.agreement is not None and not self.agreement.stop:
+            self.agreement.meet()
         if self.stopping:
             return False
         self.leave_phase()
         progress = self.progress
         if self.plan.keeps_time:
-            self._keep_time()
+            self._keep_time()  # type: ignore[misc]
         if not progress.tests_due and not progress.epoch_open:
             while self.plan.train_is_over(progress) and not self._tests_only():
                 if not self.stages.go_on():
@@ -116,13 +119,15 @@ class Walk(Fetching):
         if not loader.is_stream or self.plan.epoch_is_unfinished(progress):
             return True
         try:
-            self.signals.waiting = True
+            self.signals.waiting = self.agreement is None
             goes_on = loader.has_pass(progress.epoch + 1)
         except Interrupted:
             loader.put_back()
             return not self.stopping
         finally:
             self.signals.waiting = False
+        if self.agreement is not None:  # one that has nothing ends it for all
+            goes_on = self.agreement.total(goes_on) == self.backend.world_size
         if not goes_on:
             self.changed = True  # that it is used up is saved too
             self.stop_reason = (
@@ -150,6 +155,10 @@ class Walk(Fetching):
     @property
     def stopping(self) -> bool:
         """A stop was agreed: by a signal, or by a request that was not too early."""
+        if self.agreement is not None:
+            if self.agreement.stop:
+                self.signals.reached_border()
+            return self.agreement.stop
         if self.signals.received is not None:
             self.signals.reached_border()
             self.stop_reason = self.stop_reason or self.signals.name()
@@ -214,6 +223,8 @@ class Walk(Fetching):
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
+        if self.agreement is not None:
+            self.wrap_model()
         self._batches = self._train_batches
         self.freezing.apply()
         torch.set_grad_enabled(True)
@@ -222,6 +233,9 @@ class Walk(Fetching):
         # A checkpoint made inside a test is one made before it: the test is run again as a whole.
         self.test_entry = self.small_state()
         self.random_before_test = self.test_entry["rng"]
+        if self.agreement is not None:
+            self.model = self.bare_model
+            self.backend.equal_buffers(self.bare_model)
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._train_carry, self.carry = self.carry, None
@@ -310,6 +324,10 @@ class Walk(Fetching):
 
     def forget_test_draws(self) -> None:
         """Set every generator to where the test phase found it; implemented by the task."""
+        raise NotImplementedError
+
+    def wrap_model(self) -> None:
+        """Let the backend reduce gradients in backward, where it can; implemented by the task."""
         raise NotImplementedError
 
     def skip_update(self, reason: str, *optimizers: str) -> None:

@@ -26,6 +26,7 @@ from phaseloop.hooks import (
     non_finite,
     precise_bn,
     progress,
+    row_sync,
     tensorboard,
 )
 

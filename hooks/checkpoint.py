@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.checkpoint.writer import Save
 from phaseloop.engine.errors import ConfigError
@@ -82,9 +83,10 @@ class Checkpoint(Hook):
         self.best: list[list[Any]] = []
         self.written: list[str] = []
         self.archived: list[int] = []  # updates after which a checkpoint is kept for ever
-        self._saved_at = time.monotonic()
+        self._saved_at = 0.0
 
     def on_start(self, task: Task) -> None:
+        self._saved_at = task.clock()
         if self.ranking is not None:
             self.ranking.resolve(task)
 
@@ -95,10 +97,11 @@ class Checkpoint(Hook):
         if task.resumed_here:
             # Made inside a test, it holds the state from before that test, without its own name.
             self._note(Path(task.resumed_from).name)
-        there = set(task.store.names())
+        there = set(on_primary(task.backend, task.store.names))
         self.written = [name for name in self.written if name in there]
         for name in self._doomed():
-            task.store.remove(name)
+            if task.primary:
+                task.store.remove(name)
             self.written.remove(name)
 
     def on_step(self, task: Task) -> None:
@@ -108,7 +111,7 @@ class Checkpoint(Hook):
             return
         every, minutes = self.every_updates, self.every_minutes
         by_updates = every is not None and task.progress.updates % every == 0
-        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        by_time = minutes is not None and task.clock() - self._saved_at >= 60 * minutes
         if by_updates or by_time:
             self._save(task)
 
@@ -137,7 +140,9 @@ class Checkpoint(Hook):
         try:
             self._finish(task)
         finally:  # where that failed, what it held is still there
-            if task.failed_whole and task.changed and task.store is not None:
+            # Several processes: the others are in the middle of the next update.
+            alone = task.backend.world_size == 1
+            if alone and task.failed_whole and task.changed and task.store is not None:
                 self._save(task)
                 self._finish(task)
                 log.info("nothing is lost: all %d updates are saved", task.progress.updates)
@@ -216,6 +221,11 @@ class Checkpoint(Hook):
         try:
             collected = contents.collect(task)
             doomed = self._doomed()
+            if not task.primary:  # the state of this process is with the primary now
+                self.written = [kept for kept in self.written if kept not in doomed]
+                contents.count(task)
+                self._saved_at = task.clock()
+                return
             facts, files, then = collected.facts, collected.files, _status(task)
             save = Save(task.store, name, facts, files, doomed, then, begun=begun)
             bring = task.writer.begin if self.background else task.writer.write
@@ -225,7 +235,7 @@ class Checkpoint(Hook):
             raise
         if save.saved is not None or self.background:
             contents.count(task)
-            self._saved_at = time.monotonic()
+            self._saved_at = task.clock()
         if not self.background:
             self._tell(task)
 

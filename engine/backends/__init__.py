@@ -1,6 +1,7 @@
 """Backends: one file per way to run. Nothing outside this folder knows which one is in use."""
 
 from phaseloop.engine.backends.base import Backend
+from phaseloop.engine.backends.ddp import Ddp
 from phaseloop.engine.backends.single import Single
 
-__all__ = ["Backend", "Single"]
+__all__ = ["Backend", "Ddp", "Single"]

@@ -6,12 +6,14 @@ processes overrides what differs.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 class Backend:
@@ -23,6 +25,9 @@ class Backend:
 
     shards = False
 
+    collective_forward = False
+    """Going through the model is a collective: every process has to, as often as the others."""
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.rank = 0
@@ -33,30 +38,54 @@ class Backend:
         """This process writes the shared files and speaks to the console."""
         return self.rank == 0
 
+    # --- joining and leaving ---
+
     def setup(self) -> None:
-        """Join the other processes and choose the device."""
+        """Join the other processes; nothing where that is done."""
+
+    def settle(self) -> None:
+        """Called when updates are made: what is slow only at the beginning is over."""
+
+    def failed(self) -> None:
+        """This process is on its way out with an error: it enters no collective any more."""
 
     def teardown(self) -> None:
         """Leave the other processes."""
 
+    # --- the model and its gradients ---
+
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model on the device, wrapped where gradients are reduced by a wrapper."""
+        """The model on the device, with the same values on every process."""
         return model.to(self.device)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, wrapped where the backend needs it."""
         return optimizer
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context in which backward adds gradients without reducing them."""
-        return nullcontext()
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as steps call it that go through it as a whole: it reduces gradients itself.
+
+        Called again when other parameters are trained.
+        """
+        return model
+
+    def unwrap(self) -> None:
+        """Steps go through the bare model from now on."""
+
+    def sync_gradients(self, on: bool) -> None:
+        """Whether the next forward and backward of the wrapped model reduce gradients."""
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of a complete window over processes, where not yet done."""
 
+    def equal_buffers(self, model: nn.Module) -> None:
+        """Give every process the primary's buffers."""
+
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""
         optimizer.step()
+
+    # --- the device ---
 
     def rng_state(self) -> dict[str, Any]:
         """State of the device's generator, for a checkpoint."""
@@ -75,6 +104,11 @@ class Backend:
     def free_memory(self) -> None:
         """Give back what the device's allocator holds and nobody uses."""
 
+    def mark_step(self) -> None:
+        """Tell a lazy device that a step is over."""
+
+    # --- collectives on the device ---
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place."""
         return tensor
@@ -83,8 +117,18 @@ class Backend:
         """Concatenation over processes along the first dimension, with gradients."""
         return tensor
 
+    # --- what processes say to one another, on the host ---
+
+    def sum_on_host(self, tensor: Tensor) -> Work | None:
+        """Begin to sum a tensor on the CPU over processes, in place; None: it is done."""
+        return None
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """``value`` of every process, by rank."""
+        return [value]
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """``value`` of every process, by rank, on the primary; elsewhere None but for its own."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -93,6 +137,3 @@ class Backend:
 
     def barrier(self) -> None:
         """Wait until every process is here."""
-
-    def mark_step(self) -> None:
-        """Tell a lazy device that a step is over."""

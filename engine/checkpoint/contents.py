@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from phaseloop.engine import environment, rng, shards
-from phaseloop.engine.checkpoint import store
-from phaseloop.engine.checkpoint.loader_state import loader_state, restore_loaders
+from phaseloop.engine.checkpoint import rank_state, store
+from phaseloop.engine.checkpoint.loader_state import restore_loaders
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.checkpoint.writer import flush_all
@@ -143,23 +143,19 @@ def _has_tensor(key: Any) -> bool:
 
 
 def small_state(task: Task) -> dict[str, Any]:
-    """Everything but parameters: also what a test phase may change."""
+    """Everything but parameters: also what a test phase may change; a collective."""
+    of_ranks = rank_state.gathered(task)
+    if task.random_before_test is not None:
+        # At a test's end too: the training goes on from where the test began.
+        of_ranks["rng"] = task.random_before_test
     return {
         "progress": task.progress.state_dict(),
         "hooks": task.hooks.state_dict(),
         "schedules": {name: rates.state_dict() for name, rates in task.rates.items()},
-        "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
-        "recorder": task.recorder.state_dict(),
         "metrics": dict(task.metrics),
         "best": dict(task.best),
         "steps": [state_of(step) for step, _ in task.stages.steps],
-        "carry": task.carry,
-        "loader": loader_state(task),
-        # At a test's end too: the training goes on from where the test began.
-        "rng": task.random_before_test
-        or task.backend.all_gather_object(
-            {"host": rng.host_state(), "device": task.backend.rng_state()}
-        ),
+        **of_ranks,
     }
 
 
@@ -182,14 +178,10 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
         rates.load_state_dict(state["schedules"][name])
     _restore_averages(task, state.get("averages", {}))
     _restore_modes(task, state["evaluating"], state["frozen"])
-    for name, meters in task.meter_sets.items():
-        if name in state["meters"]:
-            meters.load_state_dict(to_device(state["meters"][name], task.device))
-    task.recorder.load_state_dict(to_device(state["recorder"], task.device))
+    rank_state.take(task, state)
     task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
-    task.carry = to_device(state["carry"], task.device)
     restore_loaders(task, state.get("loader", []))
     task.changed = False
     return state

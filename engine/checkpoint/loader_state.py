@@ -11,23 +11,22 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 
-def loader_state(task: Task) -> list[dict[str, Any]]:
-    """Of each process, by the stream's place in the configuration; empty without streams."""
+def own_loaders(task: Task) -> dict[str, Any]:
+    """Of this process, by the stream's place in the configuration; empty without streams."""
     streams = _streams(task)
     if not streams:
-        return []
+        return {}
     at_hand, progress = task.stages.loaders[task.progress.stage], task.progress
     own = {}
     for key, loader in streams.items():
         here = loader is at_hand
         place = (progress.epoch, progress.windows) if here else (0, 0)
         own[key] = loader.state_dict(*place)
-    states: list[dict[str, Any]] = task.backend.all_gather_object(own)
-    return states
+    return own
 
 
 def restore_loaders(task: Task, states: list[dict[str, Any]]) -> None:
-    """Put the streams of this process where :func:`loader_state` found them.
+    """Put the streams of this process where :func:`own_loaders` found them.
 
     Raises:
         ConfigError: they were read by another number of processes or workers.

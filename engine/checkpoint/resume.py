@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine import environment
+from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import store, weights
 from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
@@ -116,12 +118,48 @@ def _put_aside(folder: RunFolder, why: str) -> None:
 def find(task: Task) -> store.Saved | None:
     """The checkpoint to start from, verified; None: start from the beginning.
 
+    The primary alone looks, and moves what has to be moved.
+
     Raises:
         ConfigError: the folder holds a run of another configuration, or ``run.resume`` names no
             checkpoint that can be used.
+        CheckpointError: this process does not see what the primary has found.
     """
     if task.store is None:
         return None
+    saved = chosen_by_primary(task, lambda: _find(task))
+    task.origins = on_primary(task.backend, lambda: task.origins)
+    return saved
+
+
+def chosen_by_primary(task: Task, choose: Callable[[], store.Saved | None]) -> store.Saved | None:
+    """The checkpoint that the primary chooses, verified there, as this process reads it.
+
+    Raises:
+        CheckpointError: it is not to be seen from here.
+    """
+    mine: list[store.Saved | None] = []
+
+    def choose_and_tell() -> tuple[Place, Mapping[str, Any]] | None:
+        mine.append(choose())
+        return None if mine[0] is None else (mine[0].path, mine[0].manifest)
+
+    told = on_primary(task.backend, choose_and_tell)
+    if mine or told is None:
+        return mine[0] if mine else None
+    where, manifest = told
+    if not isinstance(where, Path):
+        return store.verified(where)  # fetched to this machine, too
+    if not where.is_dir():
+        raise CheckpointError(
+            f"rank {task.backend.rank} does not see {where}, which rank 0 goes on from: processes "
+            f"on several machines need a run.dir that all of them share, or run.checkpoints=URL"
+        )
+    return store.Saved(where, manifest)
+
+
+def _find(task: Task) -> store.Saved | None:
+    assert task.store is not None
     checkpoints = task.store
     forced = _given(task.run)
     saved = next(checkpoints.whole(), None) if forced is None else _from_path(checkpoints, forced)

@@ -17,7 +17,7 @@ class Piece:
 
     Attributes:
         weight: samples that count: ``stop - start``, or 0 for a stand-in that only keeps this
-            process in step with the others.
+            process in step with the others; of a test, that may be no sample at all.
     """
 
     start: int
@@ -33,12 +33,15 @@ class Window:
         samples: of the batch, over all processes.
         share: how many of them are this process's.
         last: of a stream, nothing comes after it in the pass; otherwise the plan says so.
+        ahead: of a stream on several processes, samples that this one has for the window after
+            this; None: the plan knows.
     """
 
     pieces: tuple[Piece, ...]
     samples: int
     share: int
     last: bool = False
+    ahead: int | None = None
 
 
 def cut(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
@@ -62,7 +65,8 @@ class BatchPlan:
         world_size: number of processes.
         rank: which of them this is.
         stand_ins: give a process that is short of a micro-batch the batch's first sample with
-            weight 0, so that all make the same number of passes; otherwise it gets nothing.
+            weight 0, so that all make the same number of passes; otherwise it gets nothing: with no
+            part in the batch at all, one empty micro-batch.
         at_most: leave out all batches but the first so many.
         largest: more samples than this never go through the model at once, whatever the two say.
         readers: of a stream, workers that each make batches of their share of the samples, which
@@ -111,6 +115,8 @@ class BatchPlan:
                 pieces.append(Piece(first, last, last - first))
             elif self.stand_ins:
                 pieces.append(Piece(start, start + 1, 0))
+        if not pieces:  # in a test, a process with no part in a batch has an empty step
+            pieces.append(Piece(start, start, 0))
         return Window(tuple(pieces), stop - start, share[1] - share[0])
 
     def window_of(self, start: int, size: int, last: bool) -> Window:

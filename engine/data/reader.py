@@ -87,6 +87,8 @@ class Reader(Dataset[Any]):
         self.draws = not self._fetches or transform is not None
 
     def __getitem__(self, request: Request) -> Any:
+        if not request.indices.numel():
+            return None
         try:
             return self._read(request)
         except StopIteration as error:

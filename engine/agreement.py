@@ -1,0 +1,154 @@
+"""Agreement: what several processes decide together, so that all act at the same border.
+
+While a window is worked on, a few integers of every process are added up on the host: who was sent
+a signal, who asks for a stop, how much of a stream is left, what time it is on the primary. The sum
+is there before the window closes, so nobody waits for it, and the device is never asked.
+
+So what a process asks for after window k is acted on by all after window k+1. At the borders of
+phases the sum is waited for, and what was asked for there holds at once, as with one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phaseloop.engine.errors import PhaseloopError
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from phaseloop.engine.data.plan import Window
+    from phaseloop.engine.task import Task
+
+log = logging.getLogger("phaseloop")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(len(_SIGNALS), len(_SIGNALS) + 6)
+_FIELDS = len(_SIGNALS) + 6
+_PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
+
+
+class Agreement:
+    """What the processes of a run have agreed on.
+
+    Args:
+        task: with a backend of several processes.
+
+    Attributes:
+        stop: all stop at this border.
+        clock: seconds on the primary's clock, the same on all processes.
+        last: no process may go on in this pass: of the training once one of them has nothing
+            left, of a test once all of them have.
+        left: samples that the processes have ready for the window after this one.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._backend = task.backend
+        self.stop = False
+        self.clock = time.monotonic()
+        self.last = False
+        self.left = 0
+        self._told = torch.zeros(_FIELDS, dtype=torch.int64)
+        self._work: Work | None = None
+
+    # --- once a window ---
+
+    def begin(self, window: Window) -> None:
+        """A window begins on this process: tell the others, and go on."""
+        self._tell(window)
+        self._work = self._backend.sum_on_host(self._told)
+
+    def close(self, window: Window) -> bool:
+        """The window is over: act on what the others have told; whether the pass ends with it.
+
+        Raises:
+            PhaseloopError: the processes are not at the same place.
+        """
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        self._heed()
+        if window.ahead is None:  # the plan knows
+            return window.last
+        return self.last
+
+    # --- at the borders of phases ---
+
+    def meet(self) -> None:
+        """The same, at once: wait for all others to come here."""
+        self._tell(None)
+        work = self._backend.sum_on_host(self._told)
+        assert work is not None
+        work.wait()
+        self._heed()
+
+    def total(self, number: int) -> int:
+        """A number of every process, added up; all wait for it."""
+        told = torch.tensor([number])
+        work = self._backend.sum_on_host(told)
+        assert work is not None
+        work.wait()
+        return int(told.item())
+
+    # --- what is told ---
+
+    def _tell(self, window: Window | None) -> None:
+        task, told = self._task, [0] * _FIELDS
+        if (received := task.signals.received) in _SIGNALS:
+            told[_SIGNALS.index(signal.Signals(received))] = 1
+        told[_STOPS] = bool(task.stop_reason)
+        if self._backend.primary:
+            told[_CLOCK] = int(time.monotonic() * 1e6)
+        if window is not None and window.ahead is not None:
+            told[_MORE], told[_NEXT] = window.ahead > 0, window.ahead
+        place = zlib.crc32(repr(self._place()).encode()) % _PLACES
+        told[_PLACE], told[_PLACE_SQUARED] = place, place * place
+        self._told = torch.tensor(told, dtype=torch.int64)
+
+    def _place(self) -> tuple[Any, ...]:
+        """Where this process is; the others have to be there too."""
+        task, progress = self._task, self._task.progress
+        return (task.phase.name, progress.epoch, task.phase.position, progress.updates,
+                progress.steps, progress.saves, progress.roll_backs)  # fmt: skip
+
+    def _heed(self) -> None:
+        told = self._told.tolist()
+        size = self._backend.world_size
+        # Equal numbers, and no others, have a square of the sum that is so many times the squares'.
+        if told[_PLACE] ** 2 != told[_PLACE_SQUARED] * size:
+            raise PhaseloopError(_apart(self._backend.all_gather_object(self._place())))
+        self.clock = told[_CLOCK] / 1e6
+        self.left = told[_NEXT]
+        self.last = told[_MORE] < size if self._task.train else not told[_MORE]
+        received = [number for number, count in zip(_SIGNALS, told, strict=False) if count]
+        if received or told[_STOPS]:
+            self._stop(received)
+
+    def _stop(self, received: list[signal.Signals]) -> None:
+        """All stop here, and every process knows why."""
+        task = self._task
+        self.stop = True
+        if received:
+            task.signals.received = received[-1]
+        reasons = self._backend.all_gather_object(task.stop_reason)
+        named = received[-1].name if received else ""
+        task.stop_reason = next((reason for reason in reasons if reason), named)
+
+
+def _apart(places: list[tuple[Any, ...]]) -> str:
+    names = ("phase", "epoch", "batch", "updates", "steps", "saves", "roll-backs")
+    said = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{n} {v}" for n, v in zip(names, place, strict=True))
+        for rank, place in enumerate(places)
+    )
+    return (
+        f"the processes have come apart: a step or a hook has done on one what it has not done on "
+        f"the others ({said})"
+    )

@@ -1,0 +1,142 @@
+"""Backend ``ddp``: several processes with a copy of the model each; gradients are averaged.
+
+Torch's wrapper reduces while backward runs, for steps that go through the model as a whole. Other
+steps run on the bare model, and their gradients are reduced in one message when the window is full.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from phaseloop.engine.backends.processes import Processes, by_type, spread
+from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.registry import register_backend
+
+_UNUSED = (
+    "some parameters had no part in the loss of this micro-batch, so torch never reduced their "
+    "gradients: set backend.find_unused_parameters=true, freeze what is not trained, or let the "
+    "loss depend on every output"
+)
+
+
+@register_backend("ddp")
+class Ddp(Processes):
+    """Distributed data parallel: gloo on the CPU, nccl on GPUs.
+
+    Args:
+        device, timeout, start_timeout: see :class:`Processes`.
+        find_unused_parameters: parameters may have no part in a loss, others from step to step;
+            costs a walk through the graph at each step.
+        static_graph: the graph is the same at every step, which torch makes use of.
+        bucket_mb: gradients are reduced in messages of this many megabytes.
+        sync_batch_norm: batch norms use the statistics of the whole batch, over all processes; on
+            GPUs only, since torch has it there only.
+
+    Raises:
+        ConfigError: an option is out of range, or ``sync_batch_norm`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        timeout: float = 300.0,
+        start_timeout: float = 1800.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_mb: float = 25.0,
+        sync_batch_norm: bool = False,
+    ) -> None:
+        super().__init__(device, timeout, start_timeout)
+        if bucket_mb <= 0:
+            raise ConfigError("backend.bucket_mb", f"{bucket_mb} is not more than 0")
+        if sync_batch_norm and self.device.type != "cuda":
+            raise ConfigError(
+                "backend.sync_batch_norm", "torch has synchronised batch norm on GPUs only"
+            )
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.bucket_mb = bucket_mb
+        self.sync_batch_norm = sync_batch_norm
+        self._wrapped: DistributedDataParallel | None = None
+        self._covered: set[int] = set()
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        if self.sync_batch_norm and self.world_size > 1:
+            # In place: the names stay.
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model.to(self.device)
+        self._broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+        return model
+
+    def unwrap(self) -> None:
+        if self._wrapped is not None:
+            # Now, and not when the collector comes by.
+            self._wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self._wrapped, self._covered = None, set()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.unwrap()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if self.world_size == 1 or not trained:
+            return model
+        with warnings.catch_warnings():
+            # What is to come in its place, a later torch says, still sends the buffers once.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                model,
+                broadcast_buffers=False,  # done once a window, for steps of every kind
+                init_sync=False,
+                bucket_cap_mb=self.bucket_mb,
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+            )
+        self._covered = {id(p) for p in trained}
+        return self._wrapped
+
+    def sync_gradients(self, on: bool) -> None:
+        if self._wrapped is not None:
+            self._wrapped.require_backward_grad_sync = on
+
+    def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
+        if self.world_size == 1:
+            return
+        if self._wrapped is not None:
+            self._check_reduced(self._wrapped)
+        rest = [p for p in parameters if id(p) not in self._covered]
+        if rest:
+            self._average(rest)
+
+    def _check_reduced(self, wrapped: DistributedDataParallel) -> None:
+        """Raises where torch would say so at the next forward only: after the update."""
+        try:
+            wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise PhaseloopError(_UNUSED) from error
+
+    @torch.no_grad()
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """In one message for each type; a process without a gradient adds zeros.
+
+        A parameter that no process has a gradient for stays without one.
+        """
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
+        work = self.sum_on_host(has)
+        assert work is not None
+        work.wait()
+        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for alike in by_type([_gradient(p) for p in used]).values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            self.all_reduce(flat).div_(self.world_size)
+            spread(flat, alike)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

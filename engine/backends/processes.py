@@ -1,0 +1,176 @@
+"""Processes: what every backend of several processes shares: who is here, and what they tell.
+
+A group of its own, on the host, carries what the processes say to one another; gradients have the
+default group. So the device is never read for it, and nothing waits behind a gradient.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from phaseloop.engine.backends import joining
+from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.errors import ConfigError, PhaseloopError
+
+
+class Processes(OnDevice):
+    """Several processes, each with its own device; the base of ``ddp`` and ``fsdp``.
+
+    Without a launcher (see :mod:`joining`) it is a world of one process, without any group.
+
+    Args:
+        device: ``auto`` (a GPU of its own for each process, where there are some), ``cpu`` or
+            ``cuda``.
+        timeout: seconds that a collective may take; a process that waits longer ends with an
+            error.
+        start_timeout: the same until the first update, which may compile and fill caches.
+
+    Raises:
+        ConfigError: the device is none of these, a time is not positive, or there are fewer GPUs
+            on this machine than processes.
+    """
+
+    def __init__(
+        self, device: str = "auto", timeout: float = 300.0, start_timeout: float = 1800.0
+    ) -> None:
+        super().__init__()
+        for name, value in (("timeout", timeout), ("start_timeout", start_timeout)):
+            if value <= 0:
+                raise ConfigError(f"backend.{name}", f"{value} s is no time; give more than 0")
+        self.timeout = timeout
+        self.start_timeout = start_timeout
+        joined = joining.found()
+        if joined is not None:
+            self.rank, self.world_size = joined.rank, joined.world_size
+        self.device = choose(device, None if joined is None else joined.local_rank)
+        self._host: ProcessGroup | None = None
+        self._failed = False
+        self._settled = False
+
+    # --- joining and leaving ---
+
+    def setup(self) -> None:
+        super().setup()
+        if self.world_size == 1 or self._host is not None:
+            return
+        if dist.is_initialized():
+            raise PhaseloopError(
+                "torch.distributed is initialized already; let the backend do it, which ends it too"
+            )
+        kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        patience = timedelta(seconds=self.start_timeout)
+        dist.init_process_group(kind, timeout=patience, rank=self.rank, world_size=self.world_size)
+        self._host = dist.new_group(backend="gloo", timeout=patience)
+
+    def settle(self) -> None:
+        """The first update is over: from here on collectives take no longer than ``timeout``."""
+        if self._host is None or self._settled:
+            return
+        self._settled = True
+        for group in (dist.group.WORLD, self._host):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+
+    def failed(self) -> None:
+        """This process is on its way out with an error: it enters no collective any more."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        if self._host is None:
+            return
+        self._host = None
+        if self._failed:
+            return  # others may hang in a collective, and leaving in order would wait for them
+        dist.destroy_process_group()
+
+    def _group(self) -> ProcessGroup | None:
+        """The group of the host; None: there is one process."""
+        if self._failed and self.world_size > 1:
+            raise PhaseloopError("this process has failed, and the others are not waited for")
+        return self._host
+
+    # --- what processes say to one another ---
+
+    def sum_on_host(self, tensor: Tensor) -> Work | None:
+        group = self._group()
+        if group is None:
+            return None
+        work: Work = dist.all_reduce(tensor, group=group, async_op=True)
+        return work
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        group = self._group()
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def gather_object(self, value: Any) -> list[Any]:
+        group = self._group()
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.gather_object(value, found if self.primary else None, dst=0, group=group)
+        found[self.rank] = value
+        return found
+
+    def broadcast_object(self, value: Any) -> Any:
+        group = self._group()
+        if group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return value if self.primary else box[0]
+
+    def barrier(self) -> None:
+        group = self._group()
+        if group is not None:
+            dist.barrier(group=group)
+
+    # --- on the device ---
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._group() is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_with_grad(self, tensor: Tensor) -> Tensor:
+        if self._group() is None:
+            return tensor
+        from torch.distributed.nn.functional import all_gather
+
+        return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
+
+    def equal_buffers(self, model: nn.Module) -> None:
+        self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """Give every process the primary's values, in one message for each type."""
+        if self._group() is None:
+            return
+        for alike in by_type(tensors).values():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            dist.broadcast(flat, src=0)
+            if not self.primary:
+                spread(flat, alike)
+
+
+def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return found
+
+
+def spread(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Write the pieces of ``flat`` into the tensors that it was made of."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view_as(tensor))
