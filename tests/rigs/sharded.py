@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from phaseloop import Data, Gradients, Hook, Phases, Run, Task, Trainer
 from phaseloop.engine import registry
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
+from phaseloop.engine.checkpoint.optimizer_state import named_state
+from phaseloop.engine.shards import is_shard, local, whole
 from tests.rigs import equal, r1
 
 SAMPLES = 22
@@ -145,6 +148,37 @@ def train(
     outcome = Trainer(made, r1.make_hooks(save=save, watch=watch, **(hooks or {}))).train()
     return {"final": dict(outcome.final), "norms": watch.norms}
 
+
+
+class Look(Hook):
+    """Notes what a resumed task holds, whole, before it goes on: as :func:`saved` has it."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_start(self, task: Task) -> None:
+        assert task.resumed
+        names = task.parameter_names()
+        here = {
+            "model": dict(task.raw_state()),
+            "optimizers": {n: named_state(o, names) for n, o in task.optimizers.items()},
+            "averages": task.averages,
+        }
+        # Held in parts, each of its own; and nothing else of it here.
+        if task.backend.shards:
+            for tensor in (*here["model"].values(), *task.averages.get("average", {}).values()):
+                if is_shard(tensor):
+                    part = local(tensor)
+                    assert part.untyped_storage().nbytes() < tensor.nbytes or tensor.shape[0] == 1
+        self.seen = copy.deepcopy(whole(here, keep=True))
+
+
+def taken(folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Resume the run in ``folder``: what was loaded, whole, and what came of it at the end."""
+    look = Look()
+    hooks = {"look": look, **options.pop("hooks", {})}
+    train(folder, hooks=hooks, **options)
+    return look.seen, saved(folder)
 
 
 def saved(folder: Path) -> dict[str, Any]:
