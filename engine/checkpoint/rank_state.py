@@ -15,6 +15,7 @@ import torch
 from phaseloop.engine import rng
 from phaseloop.engine.checkpoint.loader_state import own_loaders
 from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.phases import TRAIN
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -72,11 +73,12 @@ def _take(task: Task, own: dict[str, Any]) -> None:
 def _take_merged(task: Task, ranks: list[dict[str, Any]]) -> None:
     """On another number of processes: everything that adds up goes to the first."""
     first = task.backend.primary
-    for name, meters in task.meter_sets.items():
+    for meters in task.meter_sets.values():
         meters.reset()
-        states = [rank["meters"][name] for rank in ranks if name in rank["meters"]]
-        if first and states:
-            meters.load_merged(to_device(states, task.device))
+    # What an epoch that is over has measured was read, and a test is run again from its start.
+    if first and task.progress.epoch_open:
+        states = [rank["meters"][TRAIN] for rank in ranks]
+        task.meter_sets[TRAIN].load_merged(to_device(states, task.device))
     rows = [rank["recorder"] for rank in ranks]
     task.recorder.load_merged(to_device(rows, task.device), first)
     task.carry = None

@@ -149,7 +149,8 @@ def differ(path: str, a: Any, b: Any) -> Iterator[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes, since NaN differs from itself and -0 does not from 0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.contiguous()  # though with one element its stride may be anything
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:
