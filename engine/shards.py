@@ -140,7 +140,9 @@ def norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     parts = [part if part.numel() else part.new_zeros(1) for part in parts]
     each = torch.stack(torch._foreach_norm(parts, p))
     first = next((t for t in tensors if is_shard(t)), None)
-    return each if first is None else _over_processes(each, [is_shard(t) for t in tensors], first, p)
+    return (
+        each if first is None else _over_processes(each, [is_shard(t) for t in tensors], first, p)
+    )
 
 
 def _over_processes(each: Tensor, sharded: list[bool], first: Any, p: float) -> Tensor:
@@ -159,7 +161,7 @@ def _over_processes(each: Tensor, sharded: list[bool], first: Any, p: float) -> 
 
 
 def clip_norm(parameters: Iterable[Parameter], most: float, p: float) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``; the norm is an ordinary tensor, the same everywhere."""
+    """As ``torch.nn.utils.clip_grad_norm_``; the norm is an ordinary tensor, and everywhere."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Tensor = torch.linalg.vector_norm(norms(gradients, p), p)
     factor = torch.clamp(most / (norm + _EPSILON), max=1.0)

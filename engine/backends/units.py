@@ -96,7 +96,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _shared(model: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, str]:
     """Units that hold a parameter which other modules hold too, with its name."""
     holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    found = {}
+    found: dict[str, str] = {}
     for name, unit in chosen.items():
         inside = Counter(id(p) for m in unit.modules() for p in m.parameters(recurse=False))
         for short, parameter in unit.named_parameters():

@@ -114,7 +114,6 @@ def task(
     )
 
 
-
 class Watch(Hook):
     """Keeps what every update measured; an ordinary number, the same on all processes."""
 
@@ -149,7 +148,6 @@ def train(
     return {"final": dict(outcome.final), "norms": watch.norms}
 
 
-
 class Look(Hook):
     """Notes what a resumed task holds, whole, before it goes on: as :func:`saved` has it."""
 
@@ -173,12 +171,12 @@ class Look(Hook):
         self.seen = copy.deepcopy(whole(here, keep=True))
 
 
-def taken(folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Resume the run in ``folder``: what was loaded, whole, and what came of it at the end."""
+def taken(folder: Path, **options: Any) -> dict[str, Any]:
+    """Resume the run in ``folder``, to its end: what was loaded, whole."""
     look = Look()
     hooks = {"look": look, **options.pop("hooks", {})}
     train(folder, hooks=hooks, **options)
-    return look.seen, saved(folder)
+    return look.seen
 
 
 def saved(folder: Path) -> dict[str, Any]:
