@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phaseloop.engine.backends.processes import Processes, by_type, spread
+from phaseloop.engine.backends.processes import Processes
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.registry import register_backend
 
@@ -124,27 +123,3 @@ class Ddp(Processes):
             wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise PhaseloopError(_UNUSED) from error
-
-    @torch.no_grad()
-    def _average(self, parameters: list[nn.Parameter]) -> None:
-        """In one message for each type; a process without a gradient adds zeros.
-
-        A parameter that no process has a gradient for stays without one.
-        """
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        work = self.sum_on_host(has)
-        assert work is not None
-        work.wait()
-        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for alike in by_type([_gradient(p) for p in used]).values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-            self.all_reduce(flat).div_(self.world_size)
-            spread(flat, alike)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
