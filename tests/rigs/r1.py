@@ -42,6 +42,7 @@ from phaseloop.hooks import (
     meter_sync,
     metrics_file,
     non_finite,
+    row_sync,
 )
 from tests.rigs import process
 
@@ -199,6 +200,7 @@ def make_hooks(
         "barrier": barrier.Barrier(),
         "learning_rate": learning_rate.LearningRate(),
         "non_finite": non_finite.NonFinite(),
+        "row_sync": row_sync.RowSync(),
         "metrics_file": metrics_file.MetricsFile(),
         "checkpoint": checkpoint.Checkpoint(**(save or {})),
     }
