@@ -7,6 +7,7 @@ default group. So the device is never read for it, and nothing waits behind a gr
 from __future__ import annotations
 
 import itertools
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -147,9 +148,16 @@ class Processes(OnDevice):
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
         if self._group() is None:
             return tensor
+        if not torch.is_grad_enabled():
+            found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(found, tensor)
+            return torch.cat(found)
         from torch.distributed.nn.functional import all_gather
 
-        return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # What is to come in its place has no gradient in the versions that we support.
+            warnings.simplefilter("ignore", FutureWarning)
+            return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
 
     def equal_buffers(self, model: nn.Module) -> None:
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])

@@ -10,13 +10,12 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from phaseloop.engine.backends import Ddp
-from tests.rigs import process, r1
+from tests.rigs import process
 from tests.rigs.process import Ended, Running
 
 HOST = "127.0.0.1"
@@ -127,17 +126,6 @@ def outputs(texts: list[str]) -> str:
 def ddp(**options: Any) -> Ddp:
     """Backend ``ddp`` on the CPU."""
     return Ddp("cpu", **options)
-
-
-def train(folder: Path, **options: Any) -> dict[str, Any]:
-    """:func:`tests.rigs.r1.train` with backend ``ddp``; each rank has a probe of its own."""
-    backend = ddp()
-    return r1.train(folder, probe_of(folder, backend.rank), backend=backend, **options)
-
-
-def probe_of(folder: Path, rank: int) -> Path:
-    """Where the probe of a rank writes; that of rank 0 is where ``equal`` looks for it."""
-    return folder.with_name(f"{folder.name}.probe{rank or ''}")
 
 
 def _as_rank(
