@@ -230,6 +230,7 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLo
         key=key,
         at_most=task.debug.overfit if train and task.debug.overfit else task.debug.fast,
         repeat=train and task.debug.overfit is not None,
+        in_step=task.backend.collective_forward,
     )
 
 

@@ -1,11 +1,10 @@
-"""Meters: what a phase measures over all its samples, on the device, read at its end.
+"""Meters: what measures over all samples of a phase, on the device; the built-in ones.
 
 Counts are int64 and sums float64, so that a thousand samples in bfloat16 still count a thousand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.registry import register_meter
-from phaseloop.engine.torch_metric import TorchMetric
-from phaseloop.engine.trees import copied
 
 
 @runtime_checkable
@@ -46,7 +43,10 @@ class Meter(Protocol):
         """The reverse."""
 
     def summed(self) -> list[Tensor]:
-        """The state's tensors that are added over processes, in place, before ``compute``."""
+        """The state's tensors that are added over processes, in place, before ``compute``.
+
+        The same number, shapes and dtypes on all processes; put back afterwards.
+        """
 
 
 class _Sums:
@@ -150,138 +150,3 @@ def _largest_class(output: Tensor, target: Tensor) -> Tensor:
         f"targets must be class numbers [B] or shares of the classes [B, C], not "
         f"{list(target.shape)} for outputs of {list(output.shape)}",
     )
-
-
-class MeterSet:
-    """The meters of one phase kind: the mean loss, and those that the user named.
-
-    Args:
-        name: prefix of the metrics: the phase's name.
-        meters: name to meter, or to a torchmetrics metric.
-    """
-
-    def __init__(self, name: str, meters: Mapping[str, Any] | None = None) -> None:
-        self.name = name
-        self.loss = Mean()
-        self.parts: dict[str, Mean] = {}
-        self.meters: dict[str, Meter] = {
-            key: _as_meter(key, meter) for key, meter in (meters or {}).items()
-        }
-        self._updates = tuple(meter.update for meter in self.meters.values())
-        self._device = torch.device("cpu")
-
-    def to(self, device: torch.device) -> None:
-        """Move all states to ``device``."""
-        self._device = device
-        for meter in self._all().values():
-            meter.to(device)
-
-    def update(self, loss: Tensor | None, weight: Tensor | float, output: Any, target: Any) -> None:
-        """Take in a micro-batch: its mean loss over ``weight`` elements, output and target."""
-        if loss is not None:
-            self.loss.add(loss, weight)
-        for update in self._updates:
-            update(output, target)
-
-    def add_parts(self, parts: Mapping[str, Tensor], weight: Tensor | float) -> None:
-        """Take in named parts of the loss."""
-        for name, value in parts.items():
-            if name not in self.parts:
-                self.parts[name] = Mean().to(self._device)
-            self.parts[name].add(value.detach(), weight)
-
-    def compute(self) -> dict[str, float]:
-        """Metric name (``test/accuracy``) to value. Here the host waits for the device."""
-        metrics: dict[str, float] = {}
-        for key, meter in self._all().items():
-            if key == "loss" and self._only_parts():
-                continue
-            value = meter.compute()
-            if isinstance(value, Mapping):
-                metrics.update(
-                    {f"{self.name}/{key}/{k}": _number(key, v) for k, v in value.items()}
-                )
-            else:
-                metrics[f"{self.name}/{key}"] = _number(key, value)
-        return metrics
-
-    def _only_parts(self) -> bool:
-        """The step measured losses that make no sum: those of several optimizers, say."""
-        return bool(self.parts) and not self.loss.state_dict()["weight"]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the meters, without the phase's; one may report several metrics."""
-        return ["loss", *self.meters]
-
-    def direction(self, metric: str) -> bool | None:
-        """Whether a higher value of ``metric`` is better; None when that is not known."""
-        key, _, name = metric.removeprefix(f"{self.name}/").partition("/")
-        meter = self._all().get(key)
-        known: Any = meter.higher_is_better if meter is not None else None
-        return known.get(name) if isinstance(known, Mapping) else known
-
-    def reset(self) -> None:
-        """Forget everything, in every meter."""
-        for meter in self._all().values():
-            meter.reset()
-        self.parts.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """States of all meters by name."""
-        return {key: meter.state_dict() for key, meter in self._all().items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the states back; a meter that the checkpoint does not know starts clean."""
-        self.reset()
-        for key in state:
-            if key.startswith("loss/"):
-                self.parts[key.removeprefix("loss/")] = Mean().to(self._device)
-        for key, meter in self._all().items():
-            if key in state:
-                meter.load_state_dict(state[key])
-
-    def put_aside(self) -> dict[str, Any]:
-        """What :meth:`put_back` needs; a metric that gathers all samples is not copied whole."""
-        return {
-            key: meter.put_aside() if isinstance(meter, TorchMetric) else copied(meter.state_dict())
-            for key, meter in self._all().items()
-        }
-
-    def put_back(self, kept: Mapping[str, Any]) -> None:
-        """As it was at :meth:`put_aside`; may be called again for the same ``kept``."""
-        theirs = {key for key, meter in self.meters.items() if isinstance(meter, TorchMetric)}
-        self.load_state_dict({key: copied(kept[key]) for key in kept if key not in theirs})
-        for key, meter in self.meters.items():
-            if isinstance(meter, TorchMetric):
-                meter.put_back(kept[key])
-
-    def _all(self) -> dict[str, Meter]:
-        parts = {f"loss/{name}": mean for name, mean in self.parts.items()}
-        return {"loss": self.loss, **parts, **self.meters}
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(
-            f"meters.{key}",
-            f"it reports {value.numel()} values at once; let it report one number (such as an "
-            f"average over classes), or a mapping of names to numbers",
-        )
-    return float(value)
-
-
-def _as_meter(key: str, meter: Any) -> Meter:
-    if isinstance(meter, Meter):
-        return meter
-    if _is_torchmetric(meter):
-        return TorchMetric(meter)
-    raise ConfigError(
-        f"meters.{key}",
-        f"{type(meter).__name__} is neither a phaseloop meter nor a torchmetrics.Metric",
-    )
-
-
-def _is_torchmetric(meter: Any) -> bool:
-    """Without importing torchmetrics, which takes a second, for those who do not use it."""
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(meter).__mro__)

@@ -116,7 +116,8 @@ class Signals:
         now = time.monotonic()
         if now - self._last_interrupt <= _AT_ONCE:
             raise KeyboardInterrupt("second Ctrl-C: leaving at once, unsaved")
-        os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
+        if os.environ.get("RANK", "0") == "0":  # of several processes one answers
+            os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
         self._last_interrupt = now
 
     def _start_timer(self, number: int) -> None:

@@ -22,7 +22,7 @@ from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phases
@@ -212,7 +212,7 @@ class Task(Stepping):
 
     def compute_metrics(self) -> None:
         """Sync the meters of the phase at hand over processes and read them, once per phase."""
-        self.phase.metrics = self.meters.compute()
+        self.phase.metrics = self.meters.compute(self.backend)
         self.metrics.update(self.phase.metrics)
         for name, value in self.phase.metrics.items():
             self._keep_best(name, value)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from phaseloop.engine import metric_states
+from phaseloop.engine.metric_states import PartState
 from phaseloop.engine.trees import copied
+
+
+def is_torchmetric(meter: Any) -> bool:
+    """Without importing torchmetrics, which takes a second, for those who do not use it."""
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(meter).__mro__)
 
 
 class TorchMetric:
@@ -28,7 +37,11 @@ class TorchMetric:
             if self._is_collection
             else metric.higher_is_better
         )
-        metric.persistent(True)
+        for part in self._parts():
+            part.persistent(True)
+            # Over processes the engine syncs: with one exchange for all meters, and though some
+            # process saw nothing.
+            part.sync_on_compute = part._to_sync = False
 
     def update(self, output: Any, target: Any) -> None:
         if isinstance(output, Tensor):
@@ -48,13 +61,13 @@ class TorchMetric:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        updates = [int(part._update_count) for part in self._metrics()]
+        updates = [int(part._update_count) for part in self._parts()]
         return {"states": dict(self.metric.state_dict()), "updates": updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Copied, since torchmetrics goes on in the very tensors and lists that it is given.
         self.metric.load_state_dict(copy.deepcopy(state["states"]))
-        for part, updates in zip(self._metrics(), state["updates"], strict=True):
+        for part, updates in zip(self._parts(), state["updates"], strict=True):
             part._update_count = updates
             part._computed = None
 
@@ -64,7 +77,6 @@ class TorchMetric:
         Of a state that is a list, to which an update only appends, the list alone is new: copying
         what a curve has gathered so far, at each batch, would make a phase quadratic.
         """
-        self._metrics()  # what a collection shares is the same list now
         lists = [(part, name, getattr(part, name)) for part, name in self._list_states()]
         try:
             for part, name, _ in lists:
@@ -86,14 +98,38 @@ class TorchMetric:
         """Metrics, those inside others too, and the names of their states that are lists."""
         return [
             (part, name)
-            for part in self.metric.modules()
-            for name, default in getattr(part, "_defaults", {}).items()
+            for part in self._parts()
+            for name, default in part._defaults.items()
             if isinstance(default, list) and isinstance(getattr(part, name), list)
         ]
+
+    def states(self) -> list[PartState]:
+        """The states of all parts, nothing copied; for other processes."""
+        return metric_states.read(self._parts())
+
+    def reduced(
+        self, states: Sequence[Sequence[PartState]], gather: Callable[..., list[Tensor]]
+    ) -> AbstractContextManager[None]:
+        """Within, the metric has what ``states``, by rank, reduce to; after it, its own again."""
+        return metric_states.reduced(self._parts(), states, gather)
+
+    def load_merged(self, states: Sequence[dict[str, Any]], key: str) -> None:
+        """Go on from what several processes had seen together: their ``state_dict``, by rank.
+
+        Raises:
+            CheckpointError: a state has no reduction that could be gone on from; names ``key``.
+        """
+        read = []
+        for state in states:
+            self.load_state_dict(state)
+            read.append(self.states())
+        metric_states.merge(self._parts(), read, key)
 
     def summed(self) -> list[Tensor]:
         raise NotImplementedError("torchmetrics are synced by their own reductions")
 
-    def _metrics(self) -> list[Any]:
-        """The single metrics. Those of a collection that share their state have it up to date."""
-        return list(self.metric.values(copy_state=False)) if self._is_collection else [self.metric]
+    def _parts(self) -> list[Any]:
+        """The single metrics, those inside others too; what a collection shares is up to date."""
+        if self._is_collection:
+            self.metric.values(copy_state=False)
+        return [part for part in self.metric.modules() if hasattr(part, "_update_count")]

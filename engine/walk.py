@@ -19,7 +19,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError, PhaseloopError
 from phaseloop.engine.fetching import Fetching
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.meters import MeterSet
+from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress

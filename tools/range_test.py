@@ -167,7 +167,7 @@ def _copy(task: Task) -> Task:
 
 def _prepare(task: Task, settings: RangeTest) -> None:
     """The task as the range test needs it: no folder, no tests, nothing that sets the rates."""
-    from phaseloop.engine.meters import MeterSet
+    from phaseloop.engine.meter_set import MeterSet
     from phaseloop.engine.phases import TRAIN
     from phaseloop.engine.recorder import Recorder
     from phaseloop.engine.stages import Stage

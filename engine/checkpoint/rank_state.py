@@ -20,6 +20,7 @@ from phaseloop.engine import rng
 from phaseloop.engine.checkpoint.loader_state import own_loaders
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.phases import TRAIN
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -104,11 +105,12 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
     """On another number of processes: everything that adds up goes to the first."""
     first = task.primary
     ranks = [of_rank(state, rank) for rank in range(count(state) if first else 1)]
-    for name, meters in task.meter_sets.items():
+    for meters in task.meter_sets.values():
         meters.reset()
-        states = [rank["meters"][name] for rank in ranks if name in rank["meters"]]
-        if first and states:
-            meters.load_merged(to_device(states, task.device))
+    # What an epoch that is over has measured was read, and a test is run again from its start.
+    if first and task.progress.epoch_open:
+        states = [rank["meters"][TRAIN] for rank in ranks]
+        task.meter_sets[TRAIN].load_merged(to_device(states, task.device))
     rows = [rank["recorder"] for rank in ranks]
     task.recorder.load_merged(to_device(rows, task.device), first)
     task.carry = None

@@ -54,7 +54,14 @@ class StreamLoader(Planned):
         key: str = "data",
         at_most: int | None = None,
         repeat: bool = False,
+        in_step: bool = False,
     ) -> None:
+        if in_step and not train:
+            raise ConfigError(
+                f"{key}.dataset",
+                "a stream cannot be tested with backend fsdp: nobody knows how long each process "
+                "goes through the model, and they have to together; use backend=ddp",
+            )
         if data.first is None:
             data.open(seed, key)
         self._data = data

@@ -15,7 +15,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from phaseloop import Accuracy, ConfigError, Mean, Meter
-from phaseloop.engine.meters import MeterSet, TorchMetric
+from phaseloop.engine.meter_set import MeterSet
+from phaseloop.engine.torch_metric import TorchMetric
 
 CLASSES = 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import tempfile
@@ -116,8 +117,11 @@ def differences(reference: Path, folder: Path) -> Iterator[str]:
     yield from differ("state", _comparable(state_of(a)), _comparable(state_of(b)))
     yield from differ("status", _status(reference), _status(folder))
     yield from differ("rows", rows(reference), rows(folder))
-    if probe_of(reference).exists():
-        yield from _probes_differ(probe_of(reference), probe_of(folder))
+    for rank in itertools.count():
+        one, other = (r1.probe_of_rank(probe_of(run), rank) for run in (reference, folder))
+        if not one.exists():
+            break
+        yield from _probes_differ(one, other)
 
 
 def differ(path: str, a: Any, b: Any) -> Iterator[str]:
@@ -149,7 +153,8 @@ def differ(path: str, a: Any, b: Any) -> Iterator[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes, since NaN differs from itself and -0 does not from 0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.contiguous()  # though with one element its stride may be anything
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:

@@ -30,11 +30,12 @@ from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch imports dynamo when the first optimizer is made: two seconds for each process; hooks import
-# those after it when they start or draw: one more; a bucket, s3fs: half of one.
+# those after it when they start or draw: one more; a bucket, s3fs: half of one; torchmetrics: two.
 PRELOADED = ("pytest", "phaseloop.engine.task", "phaseloop.hooks", "phaseloop.train_steps",
              "phaseloop.tools.jobs", "phaseloop.tools.run", "hydra", "tests.rigs.r1",
-             "tests.crash.command", "torch._dynamo", "torch.utils.tensorboard",
-             "matplotlib.backends.backend_agg", "s3fs")  # fmt: skip
+             "phaseloop.engine.backends.launch", "tests.crash.command", "torch._dynamo",
+             "torch.utils.tensorboard", "matplotlib.backends.backend_agg", "s3fs",
+             "torchmetrics.classification")  # fmt: skip
 LIMIT = 60.0
 """Seconds that a process gets before it counts as hanging; far more than any needs."""
 
@@ -64,6 +65,7 @@ class Running:
 
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid = pid
+        self.done = False
         self._folder = folder
 
     def send(self, number: int) -> None:
@@ -82,18 +84,36 @@ class Running:
         Raises:
             AssertionError: it hangs; the message shows where.
         """
+        ended = self.ended(limit)
+        if ended is None:
+            self.dump()
+            time.sleep(0.2)
+            raise AssertionError(f"the process hangs after {limit} s:\n{self.kill()}")
+        return ended
+
+    def ended(self, limit: float) -> Ended | None:
+        """How it ended; None: it still runs after ``limit`` seconds. To be asked until it ended."""
         code = _helper().ask("wait", self.pid, limit)
         if code is None:
-            self.send(signal.SIGABRT)  # faulthandler prints the stacks
-            time.sleep(0.2)
-            os.killpg(self.pid, signal.SIGKILL)
-            _helper().ask("wait", self.pid, LIMIT)
-            raise AssertionError(f"the process hangs after {limit} s:\n{self.printed()}")
+            return None
+        self.done = True
         output = self.printed()
         result = self._folder / "result"
         value = pickle.loads(result.read_bytes()) if result.exists() else None
         shutil.rmtree(self._folder)
         return Ended(code, value, output)
+
+    def dump(self) -> None:
+        """Have it print the stacks of all its threads, by faulthandler, soon; that ends it."""
+        self.send(signal.SIGABRT)
+
+    def kill(self) -> str:
+        """End it with all its children, at once; what it had printed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _helper().ask("wait", self.pid, LIMIT)
+        self.done = True
+        return self.printed()
 
 
 def start(function: Callable[..., Any], *args: Any, **options: Any) -> Running:
