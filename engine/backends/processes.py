@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 
@@ -63,6 +64,7 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
         dist.init_process_group(kind, timeout=patience, rank=self.rank, world_size=self.world_size)
