@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 
@@ -65,6 +66,7 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
         store = _meeting_place(self.rank, self.world_size, patience)
