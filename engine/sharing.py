@@ -80,7 +80,8 @@ def whole_window(task: Task, window: Window) -> Window:
         samples = sum(shares)
         if not samples:
             raise DataError(loader.why_empty())
-        _warn_of_equal(loader.key, marks)
+        if task.primary:
+            _warn_of_equal(loader.key, marks)
         loader.mark = 0
     return dataclasses.replace(window, samples=samples)
 
@@ -108,7 +109,9 @@ def tell_left_out(task: Task) -> None:
     ended = progress.epoch_windows == progress.windows
     if not isinstance(loader, StreamLoader) or not ended or not task.agreement.left:
         return
-    ranks = task.backend.all_gather_object(loader.count_left())
+    ranks = task.backend.gather_object(loader.count_left())
+    if not task.primary:
+        return
     short = [str(rank) for rank, (samples, _) in enumerate(ranks) if not samples]
     rest = ", ".join(
         f"{'' if all_of_them else 'at least '}{samples} samples of rank {rank}"
