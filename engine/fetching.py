@@ -125,14 +125,14 @@ class Fetching(Committing):
             agreement.begin(accumulator.window)
             if self.train:
                 self.begin_shared_window()
+        if batch is None and (self.train or self.backend.collective_forward):
+            what = f"update {self.progress.updates + 1}" if self.train else "a batch of the test"
+            raise DataError(
+                f"{self.loaders[self.phase.name].key}: the collate function gave None for {what} "
+                f"on rank {self.backend.rank}. Of several processes each has to have its part of "
+                f"it; leave such samples out of the dataset"
+            )
         if self.train:
-            if batch is None:
-                raise DataError(
-                    f"{self.loaders[self.phase.name].key}: the collate function gave None for "
-                    f"update {self.progress.updates + 1} on rank {self.backend.rank}. Of several "
-                    f"processes each has to have its part of an update; leave such samples out of "
-                    f"the dataset"
-                )
             self.backend.sync_gradients(accumulator.full)
 
     def drop_attempt(self) -> None:

@@ -11,6 +11,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError, NonFiniteError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shards import norms as norms_of
 from phaseloop.engine.task import Task
 from phaseloop.engine.walk import NO_ROLL_BACK
 
@@ -91,7 +92,7 @@ class NonFinite(Hook):
         if self.policy != "stop":
             # The loss scaler looks at gradients by itself, and an overflow is no fault of theirs;
             # a loss that is not finite before it was scaled is one.
-            if task.precision.scaler is None or not self._losses_are_finite():
+            if task.precision.scaler is None or not self._losses_are_finite(task):
                 self._leave_out(task)
         elif self.gradients and task.precision.scaler is None:
             trained = [p for p in task.trainable if p.grad is not None]
@@ -131,9 +132,9 @@ class NonFinite(Hook):
         if norms is None or bool(norms.isfinite().all()):
             return
         bad = f"not finite: a gradient of {_shown(_named(task, trained, norms))}"
-        samples = self._samples
         pairs = list(zip(self._samples, self._losses, strict=True))
-        if guilty := [ids for ids, loss in pairs if not bool(loss.isfinite())]:
+        samples = _of_all(task, self._samples)
+        if guilty := _of_all(task, [ids for ids, loss in pairs if not bool(loss.isfinite())]):
             bad, samples = f"{bad}, and the loss", guilty
         progress = task.progress
         reason = f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})"
@@ -142,9 +143,10 @@ class NonFinite(Hook):
         else:
             task.skip_update(reason, *self._guilty(task, trained, norms))
 
-    def _losses_are_finite(self) -> bool:
-        """Of this window; here the host waits for the device."""
-        return not self._losses or bool(torch.stack(self._losses).isfinite().all())
+    def _losses_are_finite(self, task: Task) -> bool:
+        """Of this window, on all processes; here the host waits for the device."""
+        fine = not self._losses or bool(torch.stack(self._losses).isfinite().all())
+        return fine if task.agreement is None else not task.agreement.total(not fine)
 
     @staticmethod
     def _guilty(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
@@ -159,15 +161,16 @@ class NonFinite(Hook):
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""
         watched, self._watched = self._watched, _Watched()
-        first = watched.first_bad()
-        weights = task.swapping.raw_parameters()
-        if first is None and _all_finite([value for _, value in weights]):
-            return
-        bad = [name for name, value in weights if not value.isfinite().all()]
-        told = f"weights that are not finite now: {_shown(bad)}" if bad else ""
-        if first is None:
-            raise NonFiniteError(f"at update {task.progress.updates}, {told}; {_HELP}")
-        raise NonFiniteError("; ".join(filter(None, [self._describe(task, first), told, _HELP])))
+        first, told, found = watched.first_bad(), _weights_told(task), None
+        if first is not None:
+            said = "; ".join(filter(None, [self._describe(task, first), told]))
+            found = first.update, said
+        elif told:
+            found = task.progress.updates + 1, f"at update {task.progress.updates}, {told}"
+        if task.agreement is not None:
+            found = _first_of_all(task, found)
+        if found is not None:
+            raise NonFiniteError(f"{found[1]}; {_HELP}")
 
     def _describe(self, task: Task, first: _Found) -> str:
         seen = first.seen
@@ -279,14 +282,40 @@ def _norms(tensors: list[Tensor | None]) -> Tensor | None:
     wanted = [t for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
     if not wanted:
         return None
-    # A norm over no elements would be an error.
-    filled = [t if t.numel() else t.new_zeros(1) for t in wanted]
-    return torch.stack(torch._foreach_norm(filled, float("inf")))
+    return norms_of(wanted, float("inf"))
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
-    norms = _norms([*tensors])
-    return norms is None or bool(norms.isfinite().all())
+def _weights_told(task: Task) -> str:
+    """Which weights are not finite; empty: all are. Of sharded ones all processes are asked."""
+    weights = [
+        (n, v) for n, v in task.swapping.raw_parameters() if v.is_floating_point() or v.is_complex()
+    ]
+    norms = _norms([value for _, value in weights])
+    if norms is None or bool(norms.isfinite().all()):
+        return ""
+    flags = norms.isfinite().tolist()
+    bad = [name for (name, _), fine in zip(weights, flags, strict=True) if not fine]
+    return f"weights that are not finite now: {_shown(bad)}"
+
+
+def _first_of_all(task: Task, found: tuple[int, str] | None) -> tuple[int, str] | None:
+    """What the processes found, of the earliest update: the same on all of them."""
+    assert task.agreement is not None
+    if not task.agreement.total(found is not None):
+        return None
+    told = [
+        (update_and_text[0], f"rank {rank}: {update_and_text[1]}")
+        for rank, update_and_text in enumerate(task.backend.all_gather_object(found))
+        if update_and_text is not None
+    ]
+    return min(told, key=lambda each: each[0])
+
+
+def _of_all(task: Task, samples: list[Tensor]) -> list[Tensor]:
+    """Sample ids, by micro-batch, of all processes: they are all here."""
+    if task.agreement is None:
+        return samples
+    return [ids for own in task.backend.all_gather_object(samples) for ids in own]
 
 
 def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:

@@ -151,6 +151,25 @@ class Processes(OnDevice):
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
 
     @torch.no_grad()
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """In one message for each type; a process without a gradient adds zeros.
+
+        A parameter that no process has a gradient for stays without one.
+        """
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
+        work = self.sum_on_host(has)
+        assert work is not None
+        work.wait()
+        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for alike in by_type([_gradient(p) for p in used]).values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            self.all_reduce(flat).div_(self.world_size)
+            spread(flat, alike)
+
+    @torch.no_grad()
     def _broadcast(self, tensors: list[Tensor]) -> None:
         """Give every process the primary's values, in one message for each type."""
         if self._group() is None:
@@ -174,3 +193,8 @@ def spread(flat: Tensor, tensors: list[Tensor]) -> None:
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
