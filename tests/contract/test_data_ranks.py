@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from pathlib import Path
@@ -345,85 +344,53 @@ def test_a_stream_that_every_process_reads_as_a_whole_is_warned_of() -> None:
 
 # --- RES ---
 
-OPTIONS: dict[str, Any] = {"save": {"every_updates": 3}, "epochs": 3}
 
-
-def _rank_of(folder: Path) -> Path:
-    probe = equal.probe_of(folder)
-    rank = os.environ["RANK"]
-    return probe if rank == "0" else probe.with_suffix(f".probe-{rank}")
-
-
-def _train(
-    folder: Path, kind: str, workers: int, hook: tuple[Any, ...] | None = None, only: int = -1
-) -> dict[str, Any]:
-    """R1 on a stream of 60 samples; ``hook`` breaks it off, on all processes or on one."""
+def _train(folder: Path, kind: str, workers: int, at: r1.At | None = None) -> dict[str, Any]:
+    """R1 on a stream of 60 samples, three of each process in a batch, in pieces of two."""
     made = {"stateful": streams.Shared, "plain": streams.SharedPlain}[kind]
-    hooks: dict[str, Any] = {}
-    if hook is not None and only in (-1, int(os.environ["RANK"])):
-        hooks["at"] = r1.At(*hook)
-    test = {"test": Data(made(6, augment=True), 4, workers=workers)}
     return r1.train(
         folder,
-        _rank_of(folder),
+        equal.probe_of(folder),
         train=Data(made(60, augment=True), 6, workers=workers, micro_batch_size=2),
-        test=test,
+        test={"test": Data(made(6, augment=True), 4, workers=workers)},
         phases={"test_every_updates": 8},
-        hooks=hooks,
-        backend=backend(),
-        **OPTIONS,
+        hooks={} if at is None else {"at": at},
+        save={"every_updates": 3},
     )
 
 
-WAYS: dict[str, tuple[tuple[Any, ...], int, list[int]]] = {
-    "kill": (("on_step", 14, signal.SIGKILL), -1, [-9, -9]),
-    "kill in a test": (("on_step", 16, signal.SIGKILL), -1, [-9, -9]),
-    "SIGTERM to one": (("on_step", 14, signal.SIGTERM), 1, [0, 0]),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "workers", "way"),
+    ("kind", "workers", "at"),
     [
-        ("stateful", 0, "kill"),
-        ("plain", 0, "SIGTERM to one"),
-        ("stateful", 2, "SIGTERM to one"),
-        ("stateful", 0, "kill in a test"),
+        ("stateful", 0, r1.At("on_step", 14)),
+        ("plain", 0, r1.At("on_step", 14, signal.SIGTERM, rank=1)),
+        ("stateful", 2, r1.At("on_step", 14, signal.SIGTERM, rank=1)),
+        ("stateful", 0, r1.At("on_step", 16, phase="test")),
     ],
 )
 def test_res_a_an_interrupted_pass_goes_on_with_the_very_next_sample(
-    tmp_path: Path, kind: str, workers: int, way: str
+    tmp_path: Path, kind: str, workers: int, at: r1.At
 ) -> None:
+    """In epoch 2, of 10 batches."""
     whole, rough = tmp_path / "whole", tmp_path / "rough"
     ranks.results(_train, whole, kind, workers)
-    hook, only, codes = WAYS[way]
-    ended = ranks.run(_train, rough, kind, workers, hook, only)
-    assert [one.code for one in ended] == codes, ended[0].output
-    if codes == [0, 0]:
-        assert [one.value["status"] for one in ended] == ["stopped", "stopped"]
+    for ended in ranks.run(_train, rough, kind, workers, at):
+        if at.action == signal.SIGTERM:
+            assert (ended.code, ended.value["status"]) == (0, "stopped"), ended.output
+        else:
+            assert ended.code == -signal.SIGKILL, ended.output
     ranks.results(_train, rough, kind, workers)
     equal.assert_eq(whole, rough)
+    seen = []
     for rank in (0, 1):
-        name = ".probe" if rank == 0 else f".probe-{rank}"
-        found = list(equal._probes_differ(whole.with_name(f"whole{name}"),
-                                          rough.with_name(f"rough{name}")))  # fmt: skip
-        assert not found, found
-    ids = {
-        rank: [
-            i
-            for line in r1.lines(whole.with_name(f"whole.probe{'-1' if rank else ''}"), "update")
-            if line["epoch"] == 2
-            for i in line["ids"]
-        ]
-        for rank in (0, 1)
-    }
-    assert set(ids[0]) | set(ids[1]) == set(range(60))
-    assert not set(ids[0]) & set(ids[1])
+        lines = r1.lines(r1.probe_of_rank(equal.probe_of(whole), rank), "update")
+        seen += [i for line in lines if line["epoch"] == 2 for i in line["ids"]]
+    assert sorted(seen) == list(range(60))
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ranks.results(_train, folder, "stateful", 0, ("on_step", 14, "stop"))
+    ranks.results(_train, folder, "stateful", 0, r1.At("on_step", 14, "stop"))
     for processes in (1, 3):
         for ended in ranks.run(_train, folder, "stateful", 0, processes=processes):
             assert ended.code == 1
