@@ -24,6 +24,7 @@ from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
+from phaseloop.engine.sharing import check_lengths
 
 if TYPE_CHECKING:
     from phaseloop.engine.stages import Stage
@@ -216,6 +217,8 @@ def _make_loaders(task: Task) -> None:
             _check_one_piece(loader, "data.train" if stage.train is None else _key(stage))
     if task.stages.loaders[0] is not None:
         task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
+    if task.agreement is not None:
+        check_lengths(task, [*trained.values(), *task.loaders.values()])
     cut_batches.warn(task)
 
 
