@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +11,9 @@ from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
 from phaseloop.engine.walk import NO_ROLL_BACK
+from phaseloop.engine.watched import Found, Seen, Watched
 
 _POLICIES = ("stop", "skip", "roll_back")
-_KEPT = 1024  # so many values are kept with their samples, however far away the log point is
 _SHOWN = 32  # more names or samples would hide the rest of the message
 
 
@@ -31,6 +29,9 @@ class NonFinite(Hook):
     it goes on with its data in another order: in an epoch that is cut so, some samples come twice
     and others not at all.
 
+    Several processes decide each of these together: what is not finite on one ends, or leaves out,
+    the update on all, and the message names the process.
+
     Args:
         policy: ``stop``, ``skip`` or ``roll_back``.
         gradients: with ``stop``: look at every gradient of every update too, on the device, so
@@ -42,6 +43,7 @@ class NonFinite(Hook):
     """
 
     order = Order.FINITE
+    alike = True
 
     def __init__(
         self, policy: str = "stop", gradients: bool = False, most_roll_backs: int = 10
@@ -59,7 +61,7 @@ class NonFinite(Hook):
         self.policy = policy
         self.gradients = gradients
         self.most_roll_backs = most_roll_backs
-        self._watched = _Watched()
+        self._watched = Watched()
         self._window: Window | None = None
         # Of the window at hand, by micro-batch: sample ids, and losses.
         self._samples: list[Tensor] = []
@@ -68,7 +70,7 @@ class NonFinite(Hook):
     def on_start(self, task: Task) -> None:
         if self.policy == "roll_back" and any(x and x.is_stream for x in task.stages.loaders):
             raise ConfigError(f"hooks.{self.name}.policy", NO_ROLL_BACK)
-        self._watched, self._window = _Watched(), None
+        self._watched, self._window = Watched(), None
         # A checkpoint of weights that are not finite could only be resumed to fail again.
         task.before_save.append(self._judge)
 
@@ -91,7 +93,8 @@ class NonFinite(Hook):
         if self.policy != "stop":
             # The loss scaler looks at gradients by itself, and an overflow is no fault of theirs;
             # a loss that is not finite before it was scaled is one.
-            if task.precision.scaler is None or not self._losses_are_finite():
+            scaled = task.precision.scaler is not None
+            if not scaled or _any(task, not self._losses_are_finite()):
                 self._leave_out(task)
         elif self.gradients and task.precision.scaler is None:
             trained = [p for p in task.trainable if p.grad is not None]
@@ -120,7 +123,7 @@ class NonFinite(Hook):
         norms: Tensor | None = None,
     ) -> None:
         progress = task.progress
-        seen = _Seen(what, value, progress.updates + 1, progress.epoch, progress.windows + 1,
+        seen = Seen(what, value, progress.updates + 1, progress.epoch, progress.windows + 1,
                      samples, trained, norms)  # fmt: skip
         self._watched.add(seen)
 
@@ -128,19 +131,29 @@ class NonFinite(Hook):
         """Here the host waits for the device."""
         trained = [p for p in task.trainable if p.grad is not None]
         norms = _norms([p.grad for p in trained])
-        if norms is None or bool(norms.isfinite().all()):
+        if not _any(task, norms is not None and not bool(norms.isfinite().all())):
             return
-        bad = f"not finite: a gradient of {_shown(_named(task, trained, norms))}"
-        samples = self._samples
-        pairs = list(zip(self._samples, self._losses, strict=True))
-        if guilty := [ids for ids, loss in pairs if not bool(loss.isfinite())]:
-            bad, samples = f"{bad}, and the loss", guilty
-        progress = task.progress
-        reason = f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})"
+        reason = self._reason(task, [] if norms is None else _named(task, trained, norms))
         if self.policy == "roll_back":
             task.roll_back(reason, self.most_roll_backs)
         else:
-            task.skip_update(reason, *self._guilty(task, trained, norms))
+            names = [] if norms is None else self._guilty(task, trained, norms)
+            task.skip_update(reason, *names)
+
+    def _reason(self, task: Task, names: list[str]) -> str:
+        """What was not finite, in the same words on every process."""
+        pairs = list(zip(self._samples, self._losses, strict=True))
+        guilty = [ids for ids, loss in pairs if not bool(loss.isfinite())]
+        told = task.backend.all_gather_object((names, _ids(guilty), _ids(self._samples)))
+        named = next(names for names, _, _ in told if names)
+        bad = f"not finite: a gradient of {_shown(named)}"
+        ranks = [str(rank) for rank, (_, guilty, _) in enumerate(told) if guilty]
+        ids = [i for _, guilty, all_ in told for i in (guilty if ranks else all_)]
+        if ranks:
+            bad += ", and the loss"
+            if len(told) > 1:
+                bad += f" on rank {_shown(ranks)}"
+        return f"{bad} ({_place(task.progress.epoch, task.progress.windows + 1, ids)})"
 
     def _losses_are_finite(self) -> bool:
         """Of this window; here the host waits for the device."""
@@ -158,18 +171,25 @@ class NonFinite(Hook):
 
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""
-        watched, self._watched = self._watched, _Watched()
+        watched, self._watched = self._watched, Watched()
         first = watched.first_bad()
         weights = task.swapping.raw_parameters()
-        if first is None and _all_finite([value for _, value in weights]):
+        fine = _all_finite([value for _, value in weights])
+        if not _any(task, first is not None or not fine):
             return
         bad = [name for name, value in weights if not value.isfinite().all()]
         told = f"weights that are not finite now: {_shown(bad)}" if bad else ""
-        if first is None:
-            raise NonFiniteError(f"at update {task.progress.updates}, {told}; {_HELP}")
-        raise NonFiniteError("; ".join(filter(None, [self._describe(task, first), told, _HELP])))
+        update = task.progress.updates
+        if first is not None:
+            update, told = (
+                first.update,
+                "; ".join(filter(None, [self._describe(task, first), told])),
+            )
+        elif bad:
+            told = f"at update {update}, {told}"
+        raise NonFiniteError(f"{_earliest(task, update, told)}; {_HELP}")
 
-    def _describe(self, task: Task, first: _Found) -> str:
+    def _describe(self, task: Task, first: Found) -> str:
         seen = first.seen
         if seen is None:
             return (
@@ -181,14 +201,14 @@ class NonFinite(Hook):
             names = f": {_shown(_named(task, seen.trained, seen.norms))}"
         told = (
             f"{seen.what} of update {seen.update} is not finite{names} "
-            f"({_place(seen.epoch, seen.window, seen.samples)})"
+            f"({_place(seen.epoch, seen.window, _ids(seen.samples))})"
         )
         before = first.before
         if before is not None and seen.what == "the loss" and not self._sees_gradients(task):
             # A loss of weights that are not finite: the update before may have made them so.
             told += (
                 f", or a gradient of update {before.update} was not "
-                f"({_place(before.epoch, before.window, before.samples)}): "
+                f"({_place(before.epoch, before.window, _ids(before.samples))}): "
                 f"hooks.non_finite.gradients=true tells which"
             )
         return told
@@ -202,76 +222,6 @@ _HELP = (
     "lower the learning rate, clip gradients (gradients.clip_norm), or set "
     "hooks.non_finite.policy=skip"
 )
-
-
-class _Seen(NamedTuple):
-    """A value that was watched, and where it came from.
-
-    Attributes:
-        what: ``the loss`` or ``a gradient``.
-        value: one element, on the device; not finite when something was not.
-        update: number of the update that it was part of.
-        epoch, window: number of the epoch, and of the batch in it.
-        samples: dataset indices, by micro-batch.
-        trained, norms: parameters, and the norm of each one's gradient; None: not known.
-    """
-
-    what: str
-    value: Tensor
-    update: int
-    epoch: int
-    window: int
-    samples: list[Tensor]
-    trained: list[nn.Parameter] | None
-    norms: Tensor | None
-
-
-class _Found(NamedTuple):
-    """The first value that was not finite; ``seen`` is None where only its update is known."""
-
-    update: int
-    seen: _Seen | None = None
-    before: _Seen | None = None
-
-
-class _Watched:
-    """What has been watched since it was last looked at, in order."""
-
-    def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-        self._older: Tensor | None = None  # on the device: number of the first bad update, or 0
-
-    def add(self, seen: _Seen) -> None:
-        self._seen.append(seen)
-        if len(self._seen) >= _KEPT:
-            self._condense()
-
-    def first_bad(self) -> _Found | None:
-        """Here the host waits for the device."""
-        if self._older is not None and (update := int(self._older)):
-            return _Found(update)
-        if not self._seen:
-            return None
-        bad = self._flags()
-        if not bool(bad.any()):
-            return None
-        index = int(bad.int().argmax())
-        seen = self._seen[index]
-        earlier = [entry for entry in self._seen[:index] if entry.update < seen.update]
-        return _Found(seen.update, seen, earlier[-1] if earlier else None)
-
-    def _flags(self) -> Tensor:
-        return ~torch.stack([entry.value.reshape(()) for entry in self._seen]).isfinite()
-
-    def _condense(self) -> None:
-        """On the device, so that what waits for a log point is bounded; the samples are let go."""
-        bad = self._flags()
-        updates = torch.tensor([entry.update for entry in self._seen], device=bad.device)
-        first = torch.where(bad.any(), updates[bad.int().argmax()], 0)
-        self._older = (
-            first if self._older is None else torch.where(self._older > 0, self._older, first)
-        )
-        self._seen = []
 
 
 def _norms(tensors: list[Tensor | None]) -> Tensor | None:
@@ -296,10 +246,28 @@ def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
     return [names[id(p)] for p, fine in zip(trained, flags, strict=True) if not fine]
 
 
-def _place(epoch: int, window: int, samples: list[Tensor]) -> str:
+def _any(task: Task, flag: bool) -> bool:
+    """Whether this is so on any process."""
+    return flag if task.agreement is None else task.agreement.total(flag) > 0
+
+
+def _earliest(task: Task, update: int, told: str) -> str:
+    """What the process tells that saw the first update go wrong; empty: one saw nothing."""
+    by_rank = task.backend.all_gather_object((update, told))
+    seen = [(update, rank, told) for rank, (update, told) in enumerate(by_rank) if told]
+    _, rank, first = min(seen)
+    # Weights are the same on all, and then so is what is said of them.
+    alike = len(seen) == len(by_rank) and len({told for *_, told in seen}) == 1
+    return first if alike else f"rank {rank}: {first}"
+
+
+def _ids(samples: list[Tensor]) -> list[int]:
     # A step may go through its window several times.
     once = list({id(indices): indices for indices in samples}.values())
-    ids = torch.cat(once).tolist() if once else []
+    return [int(i) for i in torch.cat(once).tolist()] if once else []
+
+
+def _place(epoch: int, window: int, ids: list[int]) -> str:
     return f"epoch {epoch}, batch {window}, samples {_shown([str(i) for i in ids])}"
 
 

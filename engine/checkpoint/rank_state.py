@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phaseloop")
 
-_ALONE = ("meters", "recorder", "carry")
+_ALONE = ("meters", "recorder", "carry", "asked_end")
 """What stands in a checkpoint as the primary has it; the other processes' is in ``others``."""
 
 
@@ -36,6 +36,7 @@ def gathered(task: Task) -> dict[str, Any]:
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "carry": task.carry,
+        "asked_end": task.asked_end.get(TRAIN, ""),
         "loader": own_loaders(task),
     }
     if task.agreement is None:
@@ -55,7 +56,9 @@ def gathered(task: Task) -> dict[str, Any]:
 
 def take(task: Task, state: dict[str, Any]) -> None:
     """Meters, rows not yet written, and ``carry``, from a checkpoint's state."""
-    ranks = [{name: state[name] for name in _ALONE}, *state.get("others", [])]
+    # Of a checkpoint from before there were several processes, nobody had asked for an end.
+    first = {"asked_end": "", **{name: state[name] for name in _ALONE if name in state}}
+    ranks = [first, *state.get("others", [])]
     if len(ranks) == task.backend.world_size:
         _take(task, ranks[task.backend.rank])
     else:
@@ -68,6 +71,7 @@ def _take(task: Task, own: dict[str, Any]) -> None:
             meters.load_state_dict(to_device(own["meters"][name], task.device))
     task.recorder.load_state_dict(to_device(own["recorder"], task.device))
     task.carry = to_device(own["carry"], task.device)
+    task.asked_end = {TRAIN: own["asked_end"]} if own["asked_end"] else {}
 
 
 def _take_merged(task: Task, ranks: list[dict[str, Any]]) -> None:
@@ -81,6 +85,8 @@ def _take_merged(task: Task, ranks: list[dict[str, Any]]) -> None:
         task.meter_sets[TRAIN].load_merged(to_device(states, task.device))
     rows = [rank["recorder"] for rank in ranks]
     task.recorder.load_merged(to_device(rows, task.device), first)
+    asked = [rank["asked_end"] for rank in ranks if rank["asked_end"]]
+    task.asked_end = {TRAIN: asked[0]} if asked else {}
     task.carry = None
     if any(rank["carry"] is not None for rank in ranks):
         log.warning(
