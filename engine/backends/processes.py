@@ -148,7 +148,7 @@ class Processes(OnDevice):
         work = self.sum_on_host(rows)
         assert work is not None
         work.wait()
-        gathered: Tensor = _Gathered.apply(tensor, rows.tolist(), self)
+        gathered: Tensor = _Gathered.apply(tensor, rows.tolist(), self)  # type: ignore[no-untyped-call]
         return gathered
 
     def prepare_criterion(self, criterion: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import ConfigError, Data, Gradients, NonFiniteError, Phases, Run, Task, TensorData
+from phaseloop.engine import watched
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.metrics_file import MetricsFile
 from phaseloop.hooks.non_finite import NonFinite

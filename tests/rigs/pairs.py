@@ -1,4 +1,4 @@
-"""Many short trainings in one pair of processes that stay joined in between: so that they are quick.
+"""Many short trainings in one pair of processes that stay joined in between: so they are quick.
 
 A case is a function at the top of a module, called on every process; what it returned, or the text
 of its error, comes back by rank. After an error processes are no longer in step, so that a case
