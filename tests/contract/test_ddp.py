@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.engine.test_ddp import Branches, branched, make, seeded, state
 from tests.rigs import pairs
