@@ -51,7 +51,7 @@ class Walk(Fetching):
         meters: the meters of the phase at hand.
         stop_reason: why the run is to stop; empty: it is not.
         test_entry: in a test phase, the small state from just before it.
-        random_before_test: the random states of all ranks from there, until the phase is left:
+        random_before_test: the random states of this process from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
     """
@@ -78,7 +78,7 @@ class Walk(Fetching):
         self.carry: Any = None
         self._train_carry: Any = None
         self.test_entry: dict[str, Any] | None = None
-        self.random_before_test: list[dict[str, Any]] | None = None
+        self.random_before_test: dict[str, Any] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
@@ -232,7 +232,7 @@ class Walk(Fetching):
     def _enter_test(self, name: str) -> None:
         # A checkpoint made inside a test is one made before it: the test is run again as a whole.
         self.test_entry = self.small_state()
-        self.random_before_test = self.test_entry["rng"]
+        self.random_before_test = self.test_entry["rng"][0]
         if self.agreement is not None:
             self.model = self.bare_model
             self.backend.equal_buffers(self.bare_model)

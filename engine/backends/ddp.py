@@ -21,6 +21,11 @@ _UNUSED = (
     "loss depend on every output"
 )
 
+_PASSED_BY = (
+    "this step is registered with whole_model_forward=True, and has not gone through the model by "
+    "task.forward(): the processes would each go a way of their own; leave the declaration out"
+)
+
 
 @register_backend("ddp")
 class Ddp(Processes):
@@ -99,6 +104,7 @@ class Ddp(Processes):
     def sync_gradients(self, on: bool) -> None:
         if self._wrapped is not None:
             self._wrapped.require_backward_grad_sync = on
+            self._wrapped.require_forward_param_sync = False  # a forward that reduces sets it
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         if self.world_size == 1:
@@ -111,6 +117,8 @@ class Ddp(Processes):
 
     def _check_reduced(self, wrapped: DistributedDataParallel) -> None:
         """Raises where torch would say so at the next forward only: after the update."""
+        if not wrapped.require_forward_param_sync:
+            raise PhaseloopError(_PASSED_BY)
         try:
             wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:

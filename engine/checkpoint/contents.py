@@ -145,9 +145,6 @@ def _has_tensor(key: Any) -> bool:
 def small_state(task: Task) -> dict[str, Any]:
     """Everything but parameters: also what a test phase may change; a collective."""
     of_ranks = rank_state.gathered(task)
-    if task.random_before_test is not None:
-        # At a test's end too: the training goes on from where the test began.
-        of_ranks["rng"] = task.random_before_test
     return {
         "progress": task.progress.state_dict(),
         "hooks": task.hooks.state_dict(),
@@ -182,25 +179,25 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
-    restore_loaders(task, state.get("loader", []))
+    restore_loaders(task, rank_state.own_loader_states(task, state))
     task.changed = False
     return state
 
 
 def restore_random(task: Task, state: dict[str, Any]) -> None:
     """The random states of this rank; last of all, so that no hook can shift them."""
-    ranks = state["rng"]
-    rank = task.backend.rank
-    if len(ranks) != task.backend.world_size:
+    processes, rank = rank_state.count(state), task.backend.rank
+    if processes != task.backend.world_size:
         log.warning(
             "the checkpoint was made by %d processes, this is %d: the same samples in the same "
             "batches, but draws outside the data, and last bits, may differ",
-            len(ranks),
+            processes,
             task.backend.world_size,
         )
-    if rank < len(ranks):
-        rng.set_host_state(ranks[rank]["host"])
-        task.backend.set_rng_state(ranks[rank]["device"])
+    if rank < processes:
+        own = rank_state.of_rank(state, rank)["rng"]
+        rng.set_host_state(own["host"])
+        task.backend.set_rng_state(own["device"])
     else:
         task.seed_all()
 

@@ -11,6 +11,7 @@ from phaseloop.engine.data.options import check_limit, check_options, check_weig
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
+from phaseloop.engine.starting import asked_for
 from phaseloop.engine.urls import check_url
 
 Component = dict[str, Any]
@@ -209,6 +210,7 @@ def check(config: dict[str, Any]) -> Schema:
     if not 0 <= schema.seed < 1 << 63:
         raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")
     schema.debug.check("debug")
+    asked_for(schema.backend)
     for key, data in schema.data.by_key.items():
         check_options(data, key)
     if "train" in schema.data.tests:
