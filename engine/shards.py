@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+CALLED_A_PART = (
+    "with backend fsdp a step calls the model as a whole, or parts of it that are gathered by "
+    "themselves: name the part in backend.shard"
+)
+
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 def is_shard(value: Any) -> bool:
     """Whether this process may hold a part of it only."""
     return hasattr(value, "full_tensor")
+
+
+def class_name(module: Any) -> str:
+    """The class that a module was made from; FSDP puts one of its own before it."""
+    kind, *others = type(module).__mro__
+    of_fsdp = others[0].__name__ == "FSDPModule"
+    return (others[1] if of_fsdp else kind).__name__
 
 
 def local(tensor: Tensor) -> Tensor:

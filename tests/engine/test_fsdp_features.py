@@ -140,3 +140,41 @@ def test_initial_weights_are_cut_as_they_are_loaded(tmp_path: Path) -> None:
     process.result(sharded.train, tmp_path / "before", epochs=1, seed=3)
     options = {"weights": Weights(str(tmp_path / "before"))}
     assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+# --- what is refused ---
+
+
+def early(folder: Path, **options: Any) -> None:
+    """A task with an optimizer that was made too early."""
+    task = sharded.task(folder, **options)
+    task.given_optimizer = torch.optim.SGD(task.bare_model.parameters(), lr=0.1)
+    task.build()
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+class CallsAPart:
+    """A step that calls what is no unit."""
+
+    def __call__(self, task: Any) -> None:
+        task.bare_model.last(task.next_batch().input)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        (early, {}, "optimizer: it was made for the whole parameters"),
+        (sharded.train, {"make": adafactor}, "optimizer: Adafactor cannot work on parts"),
+        (sharded.train, {"train_step": CallsAPart()}, "name the part in backend.shard"),
+    ],
+    ids=["instance", "adafactor", "part"],
+)
+def test_what_cannot_be_is_said(
+    tmp_path: Path, function: Any, options: dict[str, Any], words: str
+) -> None:
+    ended = ranks.run(function, tmp_path / "run", backend="fsdp", **options)
+    assert all(one.code for one in ended)
+    assert words in ended[0].output
