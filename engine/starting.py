@@ -41,14 +41,18 @@ class Starting:
         """There is more than this process to start, or somebody to watch over it."""
         return self.processes > 1 or self.nodes > 1 or self.restarts > 0
 
-    def check(self, key: str = "backend") -> None:
-        """Raises ConfigError for a number out of range, and for an address that is missing."""
+    def check(self, key: str = "backend", address: bool = True) -> None:
+        """Raises ConfigError for a number out of range, and for an address that is missing.
+
+        Args:
+            address: one has to be there.
+        """
         for name, least in {"processes": 1, "nodes": 1, "restarts": 0}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{key}.{name}", f"{getattr(self, name)} is less than {least}")
         if self.rendezvous is not None and self.nodes == 1:
             raise ConfigError(f"{key}.rendezvous", f"is where machines meet, and {key}.nodes is 1")
-        if self.nodes > 1:
+        if self.rendezvous is not None or (self.nodes > 1 and address):
             self._check_address(f"{key}.rendezvous")
 
     def _check_address(self, key: str) -> None:
@@ -64,11 +68,12 @@ class Starting:
 KEYS = tuple(f.name for f in fields(Starting))
 
 
-def asked_for(backend: Mapping[str, Any]) -> Starting:
+def asked_for(backend: Mapping[str, Any], address: bool = True) -> Starting:
     """What a configuration asks for, whoever started this process.
 
     Args:
         backend: the section of the configuration.
+        address: machines need one where they meet.
 
     Raises:
         ConfigError: a key is wrong.
@@ -77,7 +82,7 @@ def asked_for(backend: Mapping[str, Any]) -> Starting:
     if given.get("rendezvous") is None and given.get("nodes", 1) != 1 and RENDEZVOUS in os.environ:
         given["rendezvous"] = os.environ[RENDEZVOUS]
     starting = to_dataclass(Starting, given, "backend")
-    starting.check()
+    starting.check(address=address)
     for name in ("processes", "nodes"):
         if backend.get("name") == ALONE and getattr(starting, name) > 1:
             raise ConfigError(f"backend.{name}", "single is one process: use ddp or fsdp")

@@ -15,8 +15,10 @@ from typing import Any
 
 from phaseloop.engine import outcomes, starting
 from phaseloop.engine.config import compose as composing
+from phaseloop.engine.config import places
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
+from phaseloop.tools import submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -96,6 +98,9 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
     schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
     if schema.run.checkpoints is not None and job_folder:
         schema.run.checkpoints = f"{schema.run.checkpoints.rstrip('/')}/{job_folder}"
+    job = places.job(schema.launch)
+    if job is not None and not schema.plan and submitting.SUBMITTED not in os.environ:
+        return submitting.submit(overrides, job_folder, schema, job)
     # What follows imports torch: only once the keys are right.
     from phaseloop.tools import launching
 

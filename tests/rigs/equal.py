@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import rank_state, store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from tests.rigs import process, r1
 
@@ -158,7 +158,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """The best checkpoints without their names, which count the saves."""
+    """The best checkpoints without their names, which count the saves; ranks by their own."""
+    ranks = [rank_state.of_rank(state, rank) for rank in range(1, rank_state.count(state))]
+    state = {**state, "others": ranks}
     hooks = dict(state["hooks"])
     if "checkpoint" in hooks:
         best = [entry[:3] for entry in hooks["checkpoint"]["best"]]
