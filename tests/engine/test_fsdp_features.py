@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import LossScale, ModelOptions, Precision, Weights
+from phaseloop import Hook, LossScale, ModelOptions, Precision, Weights
 from phaseloop.engine.model_options import Compile
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.gradient_norm import GradientNorm
+from phaseloop.hooks.precise_bn import PreciseBN
 from tests.engine.test_fsdp import TOLERANCE, alone, assert_close, together
 from tests.rigs import equal, process, ranks, sharded
 
@@ -31,6 +32,34 @@ MODEL_OPTIONS = ModelOptions(checkpoint=["blocks.*"], compile=Compile(backend="e
 )
 def test_as_with_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+class GoBack(Hook):
+    """Asks for the run's newest checkpoint once, in the middle of an update."""
+
+    saves = True
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_gradients(self, task: Any) -> None:
+        if not self.done and task.progress.updates == 5:
+            self.done = True
+            task.roll_back("the test asked for it", 1)
+
+
+def test_a_roll_back_takes_a_checkpoint_back(tmp_path: Path) -> None:
+    options = {"hooks": {"back": GoBack()}, "save": {"every_updates": 2}, "optimizer": "adamw"}
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+def test_batch_norms_have_the_statistics_that_they_have_with_ddp(tmp_path: Path) -> None:
+    """Those of each share, which more processes cut smaller; buffers are the primary's."""
+    options: dict[str, Any] = {
+        "net": {"batch_norm": True}, "test": 7, "hooks": {"precise_bn": PreciseBN(batches=3)},
+    }  # fmt: skip
+    ddp = ranks.results(sharded.train, tmp_path / "alone", backend="ddp", **options)
+    assert_close(tmp_path, ddp[0], together(tmp_path, **options))
 
 
 # --- two networks that take turns ---
