@@ -24,6 +24,7 @@ from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.rolling_back import roll_back
+from phaseloop.engine.sharing import has_pass, tell_left_out
 from phaseloop.engine.signals import Interrupted
 from phaseloop.engine.swapping import Swapping
 
@@ -120,14 +121,12 @@ class Walk(Fetching):
             return True
         try:
             self.signals.waiting = self.agreement is None
-            goes_on = loader.has_pass(progress.epoch + 1)
+            goes_on = has_pass(cast("Task", self), loader, progress.epoch + 1)
         except Interrupted:
             loader.put_back()
             return not self.stopping
         finally:
             self.signals.waiting = False
-        if self.agreement is not None:  # one that has nothing ends it for all
-            goes_on = self.agreement.total(goes_on) == self.backend.world_size
         if not goes_on:
             self.changed = True  # that it is used up is saved too
             self.stop_reason = (
@@ -269,6 +268,8 @@ class Walk(Fetching):
         self.changed = True
         if self.train:
             self._check_skips()
+            if self.agreement is not None:
+                tell_left_out(cast("Task", self))
             progress.epoch_open = False
             progress.ended_early, progress.ending = bool(progress.ending), ""
             self._train_phase = self._batches = None

@@ -6,16 +6,19 @@ default group. So the device is never read for it, and nothing waits behind a gr
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 
@@ -63,9 +66,13 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
-        dist.init_process_group(kind, timeout=patience, rank=self.rank, world_size=self.world_size)
+        store = _meeting_place(self.rank, self.world_size, patience)
+        dist.init_process_group(
+            kind, store=store, timeout=patience, rank=self.rank, world_size=self.world_size
+        )
         self._host = dist.new_group(backend="gloo", timeout=patience)
 
     def settle(self) -> None:
@@ -143,9 +150,16 @@ class Processes(OnDevice):
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
         if self._group() is None:
             return tensor
+        if not torch.is_grad_enabled():
+            found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(found, tensor)
+            return torch.cat(found)
         from torch.distributed.nn.functional import all_gather
 
-        return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # What is to come in its place has no gradient in the versions that we support.
+            warnings.simplefilter("ignore", FutureWarning)
+            return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
 
     def equal_buffers(self, model: nn.Module) -> None:
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
@@ -179,6 +193,21 @@ class Processes(OnDevice):
             dist.broadcast(flat, src=0)
             if not self.primary:
                 spread(flat, alike)
+
+
+_store: list[Store] = []
+_trainings = itertools.count()
+
+
+def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
+    """A part of the launcher's store that no earlier training of these processes has used.
+
+    What that left there, torch would take for addresses of now.
+    """
+    if not _store:
+        found = dist.rendezvous("env://", rank, world_size, timeout=patience)
+        _store.append(next(iter(found))[0])
+    return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
 
 
 def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
