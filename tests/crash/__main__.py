@@ -2,8 +2,8 @@
 
 ``--kills`` says how many, ``--seed`` which, ``--processes`` on how many processes each training
 runs; ``--again JSON`` repeats one scenario, as a failure prints it. ``make test-crash`` is this
-with 300 kills, and a tenth of them on two processes. Kills by the clock fall where they fall: repeated,
-they may miss.
+with 300 kills, and a tenth of them on two processes. Kills by the clock fall where they fall:
+repeated, they may miss.
 """
 
 from __future__ import annotations
