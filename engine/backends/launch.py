@@ -185,7 +185,7 @@ class _Agent(LocalElasticAgent):
         if self._remaining_restarts:
             limit = group.spec.max_restarts
             number = limit - self._remaining_restarts + 1
-            _say(f"starting all processes again, from the newest checkpoint ({number} of {limit})")
+            _say(f"starting all processes again ({number} of {limit})")
 
     def _outcome(self, code: int, file: str, noticed: float) -> Outcome:
         """How a process ended that failed by itself."""
