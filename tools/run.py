@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from phaseloop.engine import outcomes, starting
+from phaseloop.engine import outcomes
 from phaseloop.engine.config import compose as composing
-from phaseloop.engine.config import places
+from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
 from phaseloop.tools import launching, submitting
@@ -102,7 +102,7 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
     if job is not None and not schema.plan and submitting.SUBMITTED not in os.environ:
         return submitting.submit(overrides, job_folder, schema, job)
     # What follows imports torch: only once the keys are right.
-    started = None if schema.plan else starting.wanted(schema.backend)
+    started = None if schema.plan else processes.wanted(schema.backend)
     if started is not None:
         return launching.start(overrides, job_folder, schema, started)
     schema.run.dir = os.environ.get(launching.FOLDER) or schema.run.dir

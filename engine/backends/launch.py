@@ -39,7 +39,8 @@ _SIGNALLED = 128
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
 _LOOK = 0.1  # seconds between two looks at the processes
 _CAUSE = "phaseloop/cause"  # in the store that machines share
-_TO_TELL = 2.0  # seconds in which machines tell one another the cause
+_TO_HEAR = 10.0  # seconds in which a machine hears the cause from that on which it was
+_TO_BE_HEARD = 1.0  # seconds that it stays for that: it may hold the store
 
 
 def launch(
@@ -210,9 +211,9 @@ def _shared(store: Store, cause: Outcome, text: str) -> tuple[Outcome, str]:
         if not cause.lost:
             about = {"code": cause.code, "text": f"on {socket.gethostname()}: {text}"}
             store.set(_CAUSE, json.dumps(about))
-            time.sleep(_TO_TELL / 2)
+            time.sleep(_TO_BE_HEARD)
             return cause, text
-        until = time.monotonic() + _TO_TELL
+        until = time.monotonic() + _TO_HEAR
         while time.monotonic() < until:
             if store.check([_CAUSE]):
                 found = json.loads(store.get(_CAUSE))
