@@ -38,9 +38,9 @@ _ERROR = 1
 _SIGNALLED = 128
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
 _LOOK = 0.1  # seconds between two looks at the processes
-_CAUSE = "phaseloop/cause"  # in the store that machines share
+_CAUSE, _HEARD = "phaseloop/cause", "phaseloop/heard"  # in the store that machines share
+_ELSEWHERE = Outcome(_ERROR, "was ended, since another machine's processes have failed", lost=True)
 _TO_HEAR = 10.0  # seconds in which a machine hears the cause from that on which it was
-_TO_BE_HEARD = 1.0  # seconds that it stays for that: it may hold the store
 
 
 def launch(
@@ -69,8 +69,8 @@ def launch(
         except Stopped as stopped:
             return _SIGNALLED + stopped.number
         except RendezvousError as error:
-            where = starting.rendezvous or "this machine"
-            _say(f"the {starting.nodes} machines did not meet at {where}: {_reason(error)}")
+            what = f"the {starting.nodes} machines cannot meet, or have lost one another"
+            _say(f"{what}, at {starting.rendezvous or 'this machine'}: {_reason(error)}")
             return _ERROR
 
 
@@ -135,7 +135,7 @@ class _Agent(LocalElasticAgent):
             _kill(processes)
         codes = {n: p.proc.poll() for n, p in processes.subprocess_handlers.items()}
         failed = {n: code for n, code in codes.items() if code}
-        if failed:
+        if failed or _is_known(worker_group):
             noticed = time.time() - _LOOK
             self._end(processes)
             self._judge(failed, noticed, processes, worker_group)
@@ -172,12 +172,12 @@ class _Agent(LocalElasticAgent):
             left = outcomes.left(file)
             if left is not None and n not in ends and 0 < left.code < _SIGNALLED:
                 ends[n] = left  # it failed while it was asked to end
-        first = min(ends, key=lambda n: _precedence(ends[n]))
-        rank, cause = group.workers[first].global_rank, ends[first]
+        first = min(ends, key=lambda n: _precedence(ends[n]), default=0)
+        rank, cause = group.workers[first].global_rank, ends.get(first, _ELSEWHERE)
         # Who was asked to end, or has said itself why it does, says nothing here.
         text = "" if cause.code > _SIGNALLED else outcomes.in_words(rank, cause)
-        if group.store is not None and (group.group_world_size or 1) > 1:
-            cause, text = _shared(group.store, cause, text)
+        if group.store is not None and _machines(group) > 1:
+            cause, text = _shared(group.store, _machines(group), cause, text)
         self._failed_with = cause
         if text:
             _say(text)
@@ -205,18 +205,34 @@ class _Agent(LocalElasticAgent):
         return Outcome(_ERROR, how, lost=lost, time=noticed)
 
 
-def _shared(store: Store, cause: Outcome, text: str) -> tuple[Outcome, str]:
-    """The cause, from the machine that it was on."""
+def _machines(group: WorkerGroup) -> int:
+    return group.group_world_size or 1
+
+
+def _is_known(group: WorkerGroup) -> bool:
+    """Another machine has said that its processes have failed."""
+    if group.store is None or _machines(group) == 1:
+        return False
+    try:
+        return bool(group.store.check([_CAUSE]))
+    except RuntimeError:
+        return False  # the machine that held the store is gone; the agent will say so
+
+
+def _shared(store: Store, machines: int, cause: Outcome, text: str) -> tuple[Outcome, str]:
+    """The cause, from the machine that it was on; that stays until the others have heard it."""
+    until = time.monotonic() + _TO_HEAR
     try:
         if not cause.lost:
             about = {"code": cause.code, "text": f"on {socket.gethostname()}: {text}"}
             store.set(_CAUSE, json.dumps(about))
-            time.sleep(_TO_BE_HEARD)
+            while store.add(_HEARD, 0) < machines - 1 and time.monotonic() < until:
+                time.sleep(_LOOK)
             return cause, text
-        until = time.monotonic() + _TO_HEAR
         while time.monotonic() < until:
             if store.check([_CAUSE]):
                 found = json.loads(store.get(_CAUSE))
+                store.add(_HEARD, 1)
                 return Outcome(found["code"], lost=True), found["text"]
             time.sleep(_LOOK)
     except RuntimeError:
