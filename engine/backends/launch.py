@@ -7,7 +7,6 @@ them is here: signals are handed on, one failure ends all, and its cause is said
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
@@ -26,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from phaseloop.engine import outcomes
+from phaseloop.engine.backends import hearing
 from phaseloop.engine.backends.forwarding import Forwarding, Stopped
 from phaseloop.engine.backends.joining import PHASELOOP, STARTED_BY
 from phaseloop.engine.outcomes import Outcome
@@ -38,9 +37,7 @@ _ERROR = 1
 _SIGNALLED = 128
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
 _LOOK = 0.1  # seconds between two looks at the processes
-_CAUSE, _HEARD = "phaseloop/cause", "phaseloop/heard"  # in the store that machines share
 _ELSEWHERE = Outcome(_ERROR, "was ended, since another machine's processes have failed", lost=True)
-_TO_HEAR = 10.0  # seconds in which a machine hears the cause from that on which it was
 
 
 def launch(
@@ -135,7 +132,7 @@ class _Agent(LocalElasticAgent):
             _kill(processes)
         codes = {n: p.proc.poll() for n, p in processes.subprocess_handlers.items()}
         failed = {n: code for n, code in codes.items() if code}
-        if failed or _is_known(worker_group):
+        if failed or hearing.is_known(worker_group):
             noticed = time.time() - _LOOK
             self._end(processes)
             self._judge(failed, noticed, processes, worker_group)
@@ -176,8 +173,8 @@ class _Agent(LocalElasticAgent):
         rank, cause = group.workers[first].global_rank, ends.get(first, _ELSEWHERE)
         # Who was asked to end, or has said itself why it does, says nothing here.
         text = "" if cause.code > _SIGNALLED else outcomes.in_words(rank, cause)
-        if group.store is not None and _machines(group) > 1:
-            cause, text = _shared(group.store, _machines(group), cause, text)
+        if group.store is not None and hearing.machines(group) > 1:
+            cause, text = hearing.shared(group.store, hearing.machines(group), cause, text)
         self._failed_with = cause
         if text:
             _say(text)
@@ -203,41 +200,6 @@ class _Agent(LocalElasticAgent):
         # When nccl or gloo abort a process, they do so since they have lost another.
         lost = code == -signal.SIGABRT
         return Outcome(_ERROR, how, lost=lost, time=noticed)
-
-
-def _machines(group: WorkerGroup) -> int:
-    return group.group_world_size or 1
-
-
-def _is_known(group: WorkerGroup) -> bool:
-    """Another machine has said that its processes have failed."""
-    if group.store is None or _machines(group) == 1:
-        return False
-    try:
-        return bool(group.store.check([_CAUSE]))
-    except RuntimeError:
-        return False  # the machine that held the store is gone; the agent will say so
-
-
-def _shared(store: Store, machines: int, cause: Outcome, text: str) -> tuple[Outcome, str]:
-    """The cause, from the machine that it was on; that stays until the others have heard it."""
-    until = time.monotonic() + _TO_HEAR
-    try:
-        if not cause.lost:
-            about = {"code": cause.code, "text": f"on {socket.gethostname()}: {text}"}
-            store.set(_CAUSE, json.dumps(about))
-            while store.add(_HEARD, 0) < machines - 1 and time.monotonic() < until:
-                time.sleep(_LOOK)
-            return cause, text
-        while time.monotonic() < until:
-            if store.check([_CAUSE]):
-                found = json.loads(store.get(_CAUSE))
-                store.add(_HEARD, 1)
-                return Outcome(found["code"], lost=True), found["text"]
-            time.sleep(_LOOK)
-    except RuntimeError:
-        pass  # the machine that held the store is gone
-    return cause, text
 
 
 def _precedence(outcome: Outcome) -> tuple[bool, bool, float]:
