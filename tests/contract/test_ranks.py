@@ -421,19 +421,37 @@ def skip_none(samples: list[Any]) -> Any:
     return default_collate(left) if left else None
 
 
-def hole() -> tuple[int, Tensor]:
+def hole(kind: str) -> tuple[int, Tensor]:
     # In order: batch 3 is 8 to 11, of which rank 1 has 10 and 11.
-    data = Data(Holes({10, 11}), r1.BATCH, shuffle=False, collate=skip_none)
-    task = r1.make_task(None, epochs=1, train=data, backend=ranks.ddp(timeout=20, start_timeout=20))
+    backend = ranks.ddp(timeout=20, start_timeout=20)
+    options: dict[str, Any] = {}
+    data = Data(r1.Samples(), r1.BATCH, shuffle=False)
+    if kind == "collate":
+        data = Data(Holes({10, 11}), r1.BATCH, shuffle=False, collate=skip_none)
+    else:
+        options["train_step"] = idle_step
+    task = r1.make_task(None, epochs=1, train=data, backend=backend, **options)
     outcome = train(task)
     return outcome.updates, parameters(task)
 
 
-def test_data_f_a_batch_that_is_nothing_on_one_rank_is_equal_or_a_clear_error() -> None:
-    ended = ranks.run(hole)
+def idle_step(task: Task) -> None:
+    """Does nothing in update 3 of rank 1."""
+    batch = task.next_batch()
+    if task.progress.updates == 2 and task.backend.rank == 1:
+        return
+    loss = task.criterion(task.forward(batch.input), batch.target)
+    task.backward(loss)
+    task.update()
+
+
+@pytest.mark.parametrize("kind", ["collate", "step"])
+def test_data_f_nothing_on_one_rank_is_equal_or_a_clear_error(kind: str) -> None:
+    ended = ranks.run(hole, kind)
     if all(one.code == 0 for one in ended):
         updates, values = agreed([one.value for one in ended])
         assert updates in (9, 10) and values.isfinite().all()
     else:
         assert all(one.code == 1 for one in ended)
-        assert "update 3 on rank 1" in ended[1].output
+        assert "Error: " in ended[1].output
+        assert "rank 1" in ended[1].output and "update 3" in ended[1].output
