@@ -19,6 +19,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.phases import Phase
 from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.sharing import whole_window
 from phaseloop.engine.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Fetching(Committing):
         """A micro-batch begins, on several processes."""
         accumulator = self.accumulator
         if accumulator.taken == 1:
+            if accumulator.window.ahead is not None:
+                accumulator.window = whole_window(self, accumulator.window)  # type: ignore[arg-type]
             agreement.begin(accumulator.window)
             if self.train:
                 self.begin_shared_window()
