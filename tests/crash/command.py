@@ -86,7 +86,8 @@ class Command:
         faults: what goes wrong in its file system.
         calls: it is killed at this call; see :func:`tests.rigs.process.after_calls`.
         true: a process of its own from the beginning: two seconds more.
-        processes: it is so many, each started as by a launcher; with ``true`` it starts them.
+        processes: as its configuration says; each is started here as by a launcher, a true command
+            starts them itself.
         rank: of several, the one to which faults and calls belong.
     """
 
@@ -105,8 +106,7 @@ class Command:
         self._true: subprocess.Popen[str] | None = None
         self._stack = ExitStack()
         if true:
-            several = ("backend=ddp", f"backend.processes={processes}") if processes > 1 else ()
-            self._true = cli.start([*words, *several], folder, environment)
+            self._true = cli.start(words, folder, environment)
         elif processes == 1:
             self._forks = [process.start(main, folder, words, environment, calls)]
         else:

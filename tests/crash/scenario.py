@@ -113,8 +113,9 @@ def play(folder: Path, scenario: dict[str, Any], true: bool = False) -> Result:
         folder: an empty one.
         true: every command line is a process of its own from the beginning.
     """
-    whole = Undisturbed(folder / "whole", scenario["features"], scenario.get("processes", 1))
-    rough = command.lay_out(folder / "rough", config(scenario["features"]))
+    processes = scenario.get("processes", 1)
+    whole = Undisturbed(folder / "whole", scenario["features"], processes)
+    rough = command.lay_out(folder / "rough", config(scenario["features"], processes=processes))
     for file in whole.folder.glob("composed-*"):
         shutil.copy(file, rough)
     result = Result()
@@ -144,7 +145,7 @@ class Undisturbed:
     """
 
     def __init__(self, folder: Path, given: dict[str, Any], processes: int = 1) -> None:
-        self.folder = command.lay_out(folder, config(given))
+        self.folder = command.lay_out(folder, config(given, processes=processes))
         self.processes = processes
         log = folder / "operations"
         faults = Plan(str(folder / "run"), log=str(log))
