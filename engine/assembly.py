@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from phaseloop.engine import optimizers
+from phaseloop.engine import cut_batches, optimizers
 from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.agreement import Agreement
 from phaseloop.engine.checkpoint.identity import identity
@@ -193,7 +193,7 @@ def _place_modules(task: Task) -> None:
     compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
         task.precision.prepare(task.criterion_module)
-        task.criterion_module.to(task.device)
+        task.backend.prepare_criterion(task.criterion_module)
     for meters in task.meter_sets.values():
         meters.to(task.device)
 
@@ -204,7 +204,7 @@ def _make_loaders(task: Task) -> None:
     for number, (key, data) in enumerate(training_data(task).items()):
         if id(data) not in trained:
             trained[id(data)] = _loader(task, data, key, number, train=True)
-            _warn_about_batches(data, trained[id(data)], key, task.backend.world_size)
+            _warn_about_batches(data, trained[id(data)], key)
     for number, ((key, data), name) in enumerate(
         zip(_test_keys(task).items(), task.test_data, strict=True)
     ):
@@ -219,6 +219,7 @@ def _make_loaders(task: Task) -> None:
         task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
     if task.agreement is not None:
         check_lengths(task, [*trained.values(), *task.loaders.values()])
+    cut_batches.warn(task)
 
 
 def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLoader:
@@ -237,7 +238,7 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLo
     )
 
 
-def _warn_about_batches(data: Data, loader: AnyLoader, key: str, processes: int) -> None:
+def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:
     largest = max(data.sizes.values())
     if loader.samples is not None and loader.samples < largest:
         log.warning(
@@ -245,14 +246,6 @@ def _warn_about_batches(data: Data, loader: AnyLoader, key: str, processes: int)
             key,
             loader.samples,
             largest,
-        )
-    pieces = processes * max(len(plan.window(0).pieces) for plan in loader.plans.values())
-    if data.batch_transform is not None and pieces > 1:
-        log.warning(
-            "%s.batch_transform mixes samples of one micro-batch, and a batch is cut into "
-            "%d: that is another update than the whole batch would make",
-            key,
-            pieces,
         )
 
 

@@ -21,7 +21,7 @@ from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.report import aligned, counted
-from phaseloop.engine.shards import is_shard
+from phaseloop.engine.shards import class_name, is_shard
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -198,7 +198,7 @@ def _rows(model: nn.Module, depth: int, flops: dict[str, int] | None) -> list[Ro
         rows.append(
             Row(
                 name,
-                type(module).__name__,
+                class_name(module),
                 sum(p.numel() for p in parameters),
                 sum(p.numel() for p in parameters if p.requires_grad),
                 None if flops is None else flops.get(name, 0),

@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+CALLED_A_PART = (
+    "with backend fsdp a step calls the model as a whole, or parts of it that are gathered by "
+    "themselves: name the part in backend.shard"
+)
+
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 def is_shard(value: Any) -> bool:
     """Whether this process may hold a part of it only."""
     return hasattr(value, "full_tensor")
+
+
+def class_name(module: Any) -> str:
+    """The class that a module was made from; FSDP puts one of its own before it."""
+    kind, *others = type(module).__mro__
+    of_fsdp = others[0].__name__ == "FSDPModule"
+    return (others[1] if of_fsdp else kind).__name__
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
-def whole(tree: Any, keep: bool) -> Any:
+def whole(tree: Any, keep: bool, made: set[int] | None = None) -> Any:
     """A tree with every sharded tensor whole, on the CPU; all processes have to call it.
 
     One tensor after the other is gathered, so that a device has to hold one of them beside what
@@ -40,15 +52,17 @@ def whole(tree: Any, keep: bool) -> Any:
     Args:
         tree: dicts, lists, tuples, and anything else; the same on all processes.
         keep: this process wants them; elsewhere None takes their place.
+        made: filled with the ``id`` of every tensor that is new: nobody else changes it.
     """
-    return _Whole(keep).tree(tree)
+    return _Whole(keep, set() if made is None else made).tree(tree)
 
 
 class _Whole:
     """One way through a tree."""
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, made: set[int]) -> None:
         self._keep = keep
+        self._made = made
         self._gathered: dict[Any, Tensor | None] = {}
         self._alive: list[Tensor] = []  # else memory is used again, and looks like the same
 
@@ -79,8 +93,17 @@ class _Whole:
         if seen not in self._gathered:
             self._alive.append(part)
             gathered = tensor.detach().full_tensor()
-            self._gathered[seen] = gathered.cpu() if self._keep else None
+            self._gathered[seen] = self._copied(gathered, part) if self._keep else None
         return self._gathered[seen]
+
+    def _copied(self, gathered: Tensor, part: Tensor) -> Tensor:
+        """On the CPU, in memory of its own and no more of it."""
+        copied = gathered.cpu()
+        storage = copied.untyped_storage()
+        if storage.nbytes() > copied.nbytes or storage.data_ptr() == part.data_ptr():
+            copied = copied.clone()
+        self._made.add(id(copied))
+        return copied
 
 
 def share_of(value: Any, like: Any) -> Any:
@@ -94,6 +117,8 @@ def share_of(value: Any, like: Any) -> Any:
         return value
     if value.shape != like.shape:
         return value
+    if not value.numel():  # torch cuts what has no elements in another way
+        return like.detach().to(value.dtype).clone()
     from torch.distributed.tensor import DTensor
 
     mesh, part = like.device_mesh, value.detach()

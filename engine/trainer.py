@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from phaseloop.engine import outcomes, registry
+from phaseloop.engine import outcomes, registry, shards
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
@@ -295,6 +295,8 @@ def _describe(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if "deterministic" in str(error) and isinstance(error, RuntimeError):
         return "run.deterministic=false allows operations without a deterministic form"
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return shards.CALLED_A_PART
     return failed.said(error)
 
 

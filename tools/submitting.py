@@ -129,6 +129,7 @@ class Job:
         self.folder = folder
         self.nodes = nodes
         self._pid = 0
+        self._code: int | None = None
 
     def __call__(self) -> None:
         """Run the command line.
@@ -139,7 +140,7 @@ class Job:
         previous = signal.signal(signal.SIGTERM, self._pass_on)
         with subprocess.Popen(self.command, cwd=self.folder, env=self._variables()) as process:
             self._pid = process.pid
-            code = _wait(process.pid)
+            self._code = code = _wait(process.pid)
         signal.signal(signal.SIGTERM, previous)
         if code:
             raise RuntimeError(f"the command line ended with exit code {code}")
@@ -152,8 +153,10 @@ class Job:
         """
         from submitit.helpers import DelayedSubmission
 
+        if not self._pid:
+            return DelayedSubmission(self)
         self._send(signal.SIGTERM)
-        code = _wait(self._pid)
+        code = _wait(self._pid) if self._code is None else self._code
         return DelayedSubmission(self) if code in (0, _SIGNALLED + signal.SIGTERM) else None
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -161,6 +164,8 @@ class Job:
 
         A job that ended by itself meanwhile would not be queued again.
         """
+        if not self._pid:
+            sys.exit(_SIGNALLED + number)
         self._send(number)
         if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and _wait(self._pid) > _SIGNALLED:
             time.sleep(_TO_BE_ENDED)
@@ -184,7 +189,7 @@ class Job:
         return variables
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pid": 0}
+        return {**self.__dict__, "_pid": 0, "_code": None}
 
 
 def _wait(pid: int) -> int:

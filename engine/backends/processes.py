@@ -6,16 +6,18 @@ default group. So the device is never read for it, and nothing waits behind a gr
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 
@@ -63,9 +65,13 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
-        dist.init_process_group(kind, timeout=patience, rank=self.rank, world_size=self.world_size)
+        store = _meeting_place(self.rank, self.world_size, patience)
+        dist.init_process_group(
+            kind, store=store, timeout=patience, rank=self.rank, world_size=self.world_size
+        )
         self._host = dist.new_group(backend="gloo", timeout=patience)
 
     def settle(self) -> None:
@@ -143,9 +149,17 @@ class Processes(OnDevice):
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
         if self._group() is None:
             return tensor
-        from torch.distributed.nn.functional import all_gather
+        rows = torch.zeros(self.world_size, dtype=torch.int64)
+        rows[self.rank] = len(tensor)
+        work = self.sum_on_host(rows)
+        assert work is not None
+        work.wait()
+        gathered: Tensor = _Gathered.apply(tensor, rows.tolist(), self)  # type: ignore[no-untyped-call]
+        return gathered
 
-        return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
+    def prepare_criterion(self, criterion: nn.Module) -> None:
+        super().prepare_criterion(criterion)
+        self._broadcast([*(p.data for p in criterion.parameters()), *criterion.buffers()])
 
     def equal_buffers(self, model: nn.Module) -> None:
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
@@ -179,6 +193,42 @@ class Processes(OnDevice):
             dist.broadcast(flat, src=0)
             if not self.primary:
                 spread(flat, alike)
+
+
+_store: list[Store] = []
+_trainings = itertools.count()
+
+
+def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
+    """A part of the launcher's store that no earlier training of these processes has used.
+
+    What that left there, torch would take for addresses of now.
+    """
+    if not _store:
+        found = dist.rendezvous("env://", rank, world_size, timeout=patience)
+        _store.append(next(iter(found))[0])
+    return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all processes; a row's gradient is the sum of what all of them have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: list[int], processes: Processes) -> Tensor:
+        ctx.rows, ctx.processes = rows, processes
+        padded = tensor.contiguous()
+        if len(tensor) < max(rows):
+            padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in rows]
+        dist.all_gather(found, padded)
+        return torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, rank = ctx.rows, ctx.processes.rank
+        total = ctx.processes.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format))
+        return total.narrow(0, sum(rows[:rank]), rows[rank]), None, None
 
 
 def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -46,12 +46,14 @@ class Collected(NamedTuple):
         parts: file name to content: the state itself, which the next step changes.
         facts: what its manifest says beside sizes and checksums.
         files: what has to be on the disk before it, since its state counts on them.
+        own: ``id`` of every tensor in it that is a copy already, which nothing changes.
     """
 
     name: str
     parts: dict[str, Any]
     facts: dict[str, Any]
     files: list[Path]
+    own: set[int]
 
 
 def save(task: Task) -> store.Saved:
@@ -62,7 +64,7 @@ def save(task: Task) -> store.Saved:
         CheckpointError: it could not be written; the checkpoints before it are untouched.
     """
     task.writer.settle()
-    name, parts, facts, files = collect(task)
+    name, parts, facts, files, _ = collect(task)
     assert task.store is not None
     flush_all(files)
     saved = task.store.write(name, compact(parts), facts)
@@ -94,11 +96,12 @@ def collect(task: Task) -> Collected:
     small = task.test_entry if task.test_entry is not None else small_state(task)
     small["progress"]["saves"] = number
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
-    parts = shards.whole(parts, keep=task.primary)
+    own: set[int] = set()
+    parts = shards.whole(parts, keep=task.primary, made=own)
     for part in parts.values():
         check_plain(part)
     name = store.folder_name(progress.updates, number)
-    return Collected(name, parts, _facts(task), task.hooks.files())
+    return Collected(name, parts, _facts(task), task.hooks.files(), own)
 
 
 def count(task: Task) -> None:

@@ -160,10 +160,11 @@ class Balanced:
     def __init__(self, labels: Any, per_class: int | None = None) -> None:
         if per_class is not None and per_class < 1:
             raise ConfigError("data.train.sampler.per_class", f"{per_class} is less than 1")
-        _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
-        members = torch.from_numpy(np.argsort(classes, kind="stable"))
+        labels = np.asarray(labels)
+        counts = np.unique(labels, return_counts=True)[1]
+        members = torch.from_numpy(np.argsort(labels, kind="stable"))
         self.members = list(torch.split(members, counts.tolist()))
-        self.rounds = per_class or -(-len(classes) // len(counts))
+        self.rounds = per_class or -(-len(labels) // len(counts))
 
     def __call__(self, seed: int, epoch: int) -> BalancedOrder:
         """The order of one epoch."""

@@ -277,3 +277,35 @@ def test_another_number_than_torchrun_started(
     assert run(["config=tiny", "backend=ddp", "backend.processes=3"]) == 2
     said = capsys.readouterr().err
     assert "backend.processes: is 3, and torchrun started 2 on this machine" in said
+
+
+# --- launch=slurm, by submitit's local executor: the same steps on this machine ---
+
+
+@pytest.mark.slow
+def test_a_job_that_has_to_make_room_is_queued_again(tmp_path: Path, undisturbed: Path) -> None:
+    probe = ["hooks.tiny_probe.file=probe.txt", "hooks.tiny_probe.wait_at=7"]
+    slurm = ["launch=slurm", "launch.cluster=local", "launch.wait=true", "run.resume=never"]
+    job = cli.start([*TWO, *slurm, *probe], cli.folder(tmp_path), start_new_session=True)
+    until = time.monotonic() + 2 * LIMIT
+    while not (tmp_path / "probe.txt.waiting").exists():
+        assert time.monotonic() < until and job.poll() is None
+        time.sleep(0.05)
+    [task] = [pid for pid in descendants(job.pid) if "submitit.core._submit" in words_of(pid)]
+    os.kill(task, signal.SIGUSR2)
+    time.sleep(0.5)
+    (tmp_path / "probe.txt.go").touch()
+    done = ended(job, 4 * LIMIT)
+    assert done.returncode == 0, done.stdout
+    [log] = (tmp_path / "runs" / "tiny.launch").glob("*_log.out")
+    said = log.read_text()
+    assert done.stdout.splitlines()[-1] == f"log         {log}"
+    assert said.count("reason       SIGTERM") == 1  # it saved, and stopped
+    assert "Requeued job" in said
+    assert said.count("continuing from") == 1 and "update_000000008" in said
+    assert os.listdir(tmp_path / "runs") == ["tiny", "tiny.launch"]
+    assert same(weights(tmp_path), weights(undisturbed))
+
+
+def words_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

@@ -18,6 +18,7 @@ from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.engine.checkpoint.optimizer_state import named_state
 from phaseloop.engine.shards import is_shard, local, whole
+from phaseloop.hooks.non_finite import NonFinite
 from tests.rigs import equal, r1
 
 SAMPLES = 22
@@ -50,23 +51,27 @@ class Net(nn.Module):
         return self.last(self.back(self.norm(x))) * self.scale + self.one
 
 
-def data(samples: int = SAMPLES) -> TensorDataset:
-    """Points in seven dimensions with targets in three."""
+def data(samples: int = SAMPLES, poison: int | None = None) -> TensorDataset:
+    """Points in seven dimensions with targets in three.
+
+    Args:
+        poison: the sample of this index is not finite.
+    """
     generator = torch.Generator().manual_seed(samples)
-    return TensorDataset(
-        torch.randn(samples, 7, generator=generator, dtype=torch.float64),
-        torch.randn(samples, 3, generator=generator, dtype=torch.float64),
-    )
+    x = torch.randn(samples, 7, generator=generator)
+    if poison is not None:
+        x[poison] = float("nan")
+    return TensorDataset(x, torch.randn(samples, 3, generator=generator))
 
 
-def model(seed: int = 0, **options: Any) -> Net:
-    """The network, made from a seed."""
+def model(seed: int, make: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    """A network, made from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Net(**options)
+        return make(**options)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1),
@@ -83,6 +88,7 @@ def task(
     clip: Mapping[str, Any] | None = None,
     test: int | None = None,
     seed: int = 0,
+    poison: int | None = None,
     net: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     **more: Any,
@@ -95,15 +101,17 @@ def task(
         clip: options of :class:`Gradients`.
         test: samples of a test set; None: there is none.
         seed: of the weights: processes may begin with different ones.
+        poison: index of a training sample that is not finite.
         net: options of the network.
         options: of the backend.
-        more: anything else that a task takes.
+        more: anything else that a task takes; ``model`` and ``criterion`` are classes, ``make`` is
+            the function that makes the optimizers.
     """
     return Task(
-        model=model(seed, **(net or {})),
-        criterion=more.pop("criterion", None) or nn.MSELoss(),
-        optimizer=OPTIMIZERS[optimizer],
-        train=Data(data(), batch_size=6, micro_batch_size=micro),
+        model=model(seed, more.pop("model", Net), **(net or {})),
+        criterion=more.pop("criterion", nn.MSELoss)(),
+        optimizer=more.pop("make", OPTIMIZERS[optimizer]),
+        train=Data(data(poison=poison), batch_size=6, micro_batch_size=micro),
         test=None if test is None else Data(data(test), batch_size=4),
         gradients=Gradients(**(clip or {})),
         phases=Phases(epochs=epochs),
@@ -138,14 +146,21 @@ def train(
     Args:
         hooks: further ones.
         save: options of the checkpoint hook.
-        options: see :func:`task`; a list of ``seed`` has one for each rank.
+        options: see :func:`task`; a list of ``seed`` has one for each rank; ``policy`` is that of
+            the hook ``non_finite``.
     """
     seeds = options.pop("seed", 0)
     seed = seeds if isinstance(seeds, int) else seeds[int(os.environ.get("RANK", 0))]
     watch = Watch()
+    finite = NonFinite(options.pop("policy", "stop"))
     made = task(folder, seed=seed, **options)
-    outcome = Trainer(made, r1.make_hooks(save=save, watch=watch, **(hooks or {}))).train()
-    return {"final": dict(outcome.final), "norms": watch.norms}
+    all_ = r1.make_hooks(save=save, watch=watch, **{"non_finite": finite, **(hooks or {})})
+    outcome = Trainer(made, all_).train()
+    return {
+        "final": dict(outcome.final),
+        "norms": watch.norms,
+        "updates": outcome.updates,
+    }
 
 
 class Look(Hook):
