@@ -9,10 +9,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import nn
+
 from phaseloop.engine.window_start import WindowStart
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
+
+
+def meet_in_forward(task: Task) -> bool:
+    """Going through the model is something that processes do together."""
+    synced = any(isinstance(m, nn.SyncBatchNorm) for m in task.bare_model.modules())
+    return task.backend.world_size > 1 and (synced or task.backend.collective_forward)
 
 
 class RedoError(Exception):

@@ -13,7 +13,7 @@ from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
-from phaseloop.engine.proof import Found, Proof, RedoError
+from phaseloop.engine.proof import Found, Proof, RedoError, meet_in_forward
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.step_facts import Step
 from phaseloop.engine.task import Task
@@ -99,7 +99,7 @@ class FitMemory(Hook):
         key = f"hooks.{self.name}"
         if task.window_start is not None:
             raise ConfigError(key, "there is another hook of this kind; leave one out")
-        if task.agreement is not None and _meets_in_forward(task):
+        if task.agreement is not None and meet_in_forward(task):
             raise ConfigError(
                 key,
                 "processes have to go through this model together, as often as each other (it is "
@@ -220,12 +220,6 @@ class FitMemory(Hook):
             before=before,
             micro_batch_size=size,
         )
-
-
-def _meets_in_forward(task: Task) -> bool:
-    """Going through the model is something that processes do together."""
-    synced = any(isinstance(m, nn.SyncBatchNorm) for m in task.bare_model.modules())
-    return synced or task.backend.collective_forward
 
 
 def _takes_statistics(module: nn.Module, resting: set[int]) -> bool:
