@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import Data, Hook, Phases, Task, TensorData, register_train_step
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
 from tests.rigs import pairs
@@ -116,6 +117,12 @@ def bare(task: Task) -> None:
     if task.train:
         task.backward(loss)
         task.update()
+
+
+def averaged() -> Any:
+    task = make(network())
+    pairs.train(task, average=Average(decay=0.8))
+    return dict(task.averages["average"])
 
 
 def frozen(step: Any = "standard", **freeze: Any) -> Any:
@@ -295,6 +302,7 @@ CASES: dict[str, Case] = {
     "frozen later": (frozen, {"after_updates": 3}),
     "unfrozen, bare": (frozen, {"first_updates": 3, "step": bare}),
     "criterion with parameters": (criterion_with_parameters, {}),
+    "averages": (averaged, {}),
     "alternating": (alternating, {"batch_size": 5}),
     "alternating, windows": (alternating, {"batch_size": 5, "micro_batch_size": 2}),
     "closure": (closure, {}),

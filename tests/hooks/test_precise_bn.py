@@ -335,15 +335,21 @@ class Two(nn.Module):
         return self.head(self.first(x).mean(2)) + maps.sum((1, 2, 3))[:, None]
 
 
-def statistics(batch_size: int, batches: int) -> dict[str, Tensor]:
-    """Those that the first test sees, of data whose values lie far from 0."""
+def statistics(batch_size: int, batches: int, together: bool = False) -> dict[str, Tensor]:
+    """Those that the first test sees, of data whose values lie far from 0.
+
+    Args:
+        together: processes go through the model as often as each other.
+    """
+    backend = pairs.ddp()
+    backend.collective_forward = together  # type: ignore[misc]
     torch.manual_seed(0)
     model = Two().double()
     x = torch.randn(ROWS, 3, 2, dtype=torch.float64) + 10
     task = Task(
         model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         train=Data(TensorData(x), batch_size, shuffle=False), test=Data(TensorData(x), 4),
-        phases=Phases(epochs=1), precision="float64", backend=pairs.ddp(),
+        phases=Phases(epochs=1), precision="float64", backend=backend,
     )  # fmt: skip
     seen: list[dict[str, Tensor]] = []
 
@@ -355,22 +361,22 @@ def statistics(batch_size: int, batches: int) -> dict[str, Tensor]:
     return seen[0]
 
 
-_found: dict[int, list[Any]] = {}
-SIZES = (4, 5)
+CASES = {
+    "unequal": {"batch_size": 4, "batches": 3},
+    "a process with none": {"batch_size": 5, "batches": 3},
+    "together": {"batch_size": 5, "batches": 3, "together": True},
+}
+_found: dict[str, list[Any]] = {}
 
 
-@pytest.mark.parametrize("batch_size", SIZES)
-def test_over_two_processes_as_over_one(batch_size: int) -> None:
-    sizes = [(size, -(-ROWS // size)) for size in SIZES]
+@pytest.mark.parametrize("name", CASES)
+def test_over_two_processes_as_over_one(name: str) -> None:
     if not _found:
-        cases: list[pairs.Case] = [
-            (statistics, {"batch_size": size, "batches": batches}) for size, batches in sizes
-        ]
-        _found.update(zip(SIZES, pairs.results(cases), strict=True))
-    first, second = _found[batch_size]
+        cases: list[pairs.Case] = [(statistics, options) for options in CASES.values()]
+        _found.update(zip(CASES, pairs.results(cases), strict=True))
+    first, second = _found[name]
     assert not isinstance(first, pairs.Failed), first
-    alone = statistics(batch_size, dict(sizes)[batch_size])
-    for name, value in alone.items():
-        if not name.endswith("num_batches_tracked"):
-            torch.testing.assert_close(first[name], value, rtol=0, atol=1e-10)
-            assert torch.equal(first[name], second[name])
+    for key, value in statistics(**CASES[name]).items():
+        if not key.endswith("num_batches_tracked"):
+            torch.testing.assert_close(first[key], value, rtol=0, atol=1e-10)
+            assert torch.equal(first[key], second[key])
