@@ -3,6 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 N ?= 300
+RANKS ?= 30
 SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -25,8 +26,9 @@ test: $(STAMP) ## run the tests but the slow ones
 test-all: $(STAMP) ## run all tests
 	$(PYTEST) -m ""
 
-test-crash: $(STAMP) ## kill the command line N=300 times at random (SEED=0), resume, compare, print a table
+test-crash: $(STAMP) ## kill the command line N=300 times at random, RANKS=30 times on two processes (SEED=0), resume, compare
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --kills $(N) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --kills $(RANKS) --seed $(SEED) --processes 2
 
 check: $(STAMP) ## style, types, and who imports whom
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from phaseloop.engine import optimizers
+from phaseloop.engine import cut_batches, optimizers
 from phaseloop.engine.accumulator import Accumulator
 from phaseloop.engine.agreement import Agreement
 from phaseloop.engine.checkpoint.identity import identity
@@ -24,6 +24,7 @@ from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.schedules import Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
+from phaseloop.engine.sharing import check_lengths
 
 if TYPE_CHECKING:
     from phaseloop.engine.stages import Stage
@@ -203,7 +204,7 @@ def _make_loaders(task: Task) -> None:
     for number, (key, data) in enumerate(training_data(task).items()):
         if id(data) not in trained:
             trained[id(data)] = _loader(task, data, key, number, train=True)
-            _warn_about_batches(data, trained[id(data)], key, task.backend.world_size)
+            _warn_about_batches(data, trained[id(data)], key)
     for number, ((key, data), name) in enumerate(
         zip(_test_keys(task).items(), task.test_data, strict=True)
     ):
@@ -216,6 +217,9 @@ def _make_loaders(task: Task) -> None:
             _check_one_piece(loader, "data.train" if stage.train is None else _key(stage))
     if task.stages.loaders[0] is not None:
         task.loaders = {TRAIN: task.stages.loaders[0], **task.loaders}
+    if task.agreement is not None:
+        check_lengths(task, [*trained.values(), *task.loaders.values()])
+    cut_batches.warn(task)
 
 
 def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLoader:
@@ -230,10 +234,11 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLo
         key=key,
         at_most=task.debug.overfit if train and task.debug.overfit else task.debug.fast,
         repeat=train and task.debug.overfit is not None,
+        in_step=task.backend.collective_forward,
     )
 
 
-def _warn_about_batches(data: Data, loader: AnyLoader, key: str, processes: int) -> None:
+def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:
     largest = max(data.sizes.values())
     if loader.samples is not None and loader.samples < largest:
         log.warning(
@@ -241,14 +246,6 @@ def _warn_about_batches(data: Data, loader: AnyLoader, key: str, processes: int)
             key,
             loader.samples,
             largest,
-        )
-    pieces = processes * max(len(plan.window(0).pieces) for plan in loader.plans.values())
-    if data.batch_transform is not None and pieces > 1:
-        log.warning(
-            "%s.batch_transform mixes samples of one micro-batch, and a batch is cut into "
-            "%d: that is another update than the whole batch would make",
-            key,
-            pieces,
         )
 
 

@@ -24,7 +24,7 @@ class Order:
     DEFAULT = 50  # measuring: before what writes the measurements down
     AVERAGE = 55
     STOP = 60  # early stopping and best-keeping: before logging says what happened
-    SYNC_ROWS = 69  # just before logging: everyone after it sees rows that all ranks share
+    SYNC_ROWS = 65  # just before logging: everyone after it sees rows that all ranks share
     LOG = 70
     CHECKPOINT = 100  # last: what it saves includes what everyone before it did
 

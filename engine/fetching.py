@@ -19,6 +19,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.phases import Phase
 from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.sharing import whole_window
 from phaseloop.engine.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -124,17 +125,19 @@ class Fetching(Committing):
         """A micro-batch begins, on several processes."""
         accumulator = self.accumulator
         if accumulator.taken == 1:
+            if accumulator.window.ahead is not None:
+                accumulator.window = whole_window(self, accumulator.window)  # type: ignore[arg-type]
             agreement.begin(accumulator.window)
             if self.train:
                 self.begin_shared_window()
+        if batch is None and (self.train or self.backend.collective_forward):
+            what = f"update {self.progress.updates + 1}" if self.train else "a batch of the test"
+            raise DataError(
+                f"{self.loaders[self.phase.name].key}: the collate function gave None for {what} "
+                f"on rank {self.backend.rank}. Of several processes each has to have its part of "
+                f"it; leave such samples out of the dataset"
+            )
         if self.train:
-            if batch is None:
-                raise DataError(
-                    f"{self.loaders[self.phase.name].key}: the collate function gave None for "
-                    f"update {self.progress.updates + 1} on rank {self.backend.rank}. Of several "
-                    f"processes each has to have its part of an update; leave such samples out of "
-                    f"the dataset"
-                )
             self.backend.sync_gradients(accumulator.full)
 
     def drop_attempt(self) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from phaseloop.engine import shards
 from phaseloop.engine.errors import ConfigError, PhaseloopError
+from phaseloop.engine.shards import local
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -186,15 +188,15 @@ def _clip(task: Task, stepping: Sequence[str]) -> None:
         stepping: those that have gradients; of none, torch clips no values, but raises an error.
     """
     norms: list[Tensor] = []
+    sharded = task.backend.shards
+    clip_value = shards.clip_value if sharded else torch.nn.utils.clip_grad_value_
+    clip_norm = shards.clip_norm if sharded else torch.nn.utils.clip_grad_norm_
     for name in stepping:
         settings, parameters = task.clipping[name], task.parameters_of[name]
         if settings.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
+            clip_value(parameters, settings.clip_value)
         if settings.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(
-                parameters, settings.clip_norm, norm_type=settings.norm_type
-            )
-            norms.append(norm)
+            norms.append(clip_norm(parameters, settings.clip_norm, settings.norm_type))
     if norms:
         task.gradient_norm = norms[0]
         if len(norms) > 1:
@@ -236,6 +238,6 @@ def optimized(optimizers: Iterable[Optimizer]) -> list[Parameter]:
 
 
 def _scale(parameters: Iterable[Parameter], factor: Tensor | float) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -21,6 +21,7 @@ from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import DataError
 from phaseloop.engine.report import aligned, counted
+from phaseloop.engine.shards import class_name, is_shard
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -124,6 +125,8 @@ def summarize(model: nn.Module, value: Any, depth: int = 2) -> Summary:
         value: the input, a batch of one sample on the model's device.
         depth: levels of modules below the model.
     """
+    if any(map(is_shard, model.parameters())):  # a pass is for all processes, and a copy for none
+        return Summary(_rows(model, depth, None), problem="the parameters are sharded")
     # fvcore leaves its hooks on the model when the pass fails; so it gets a copy.
     try:
         flops, uncounted = _count(_twin(model).eval(), value)
@@ -195,7 +198,7 @@ def _rows(model: nn.Module, depth: int, flops: dict[str, int] | None) -> list[Ro
         rows.append(
             Row(
                 name,
-                type(module).__name__,
+                class_name(module),
                 sum(p.numel() for p in parameters),
                 sum(p.numel() for p in parameters if p.requires_grad),
                 None if flops is None else flops.get(name, 0),

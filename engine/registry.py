@@ -110,6 +110,7 @@ def register_train_step(
     whole_model_forward: bool = False,
     takes: str = "micro_batch",
     one_piece: bool = False,
+    across_samples: bool = False,
     replace: bool = False,
 ) -> Callable[[T], T]:
     """Register a train step: a function of the task, or a class whose instances are called with it.
@@ -121,6 +122,8 @@ def register_train_step(
         takes: ``micro_batch``: it is called for each, and gets it by ``task.next_batch()``;
             ``window``: it is called once per update, and goes through ``task.window()``.
         one_piece: it cannot work on a batch that is cut into several micro-batches.
+        across_samples: its loss looks at the samples of a pass together, and not at each: where
+            a batch is cut, by micro-batches or processes, one warning says so.
         replace: take the place of an earlier entry.
 
     Raises:
@@ -132,6 +135,7 @@ def register_train_step(
         whole_model_forward=whole_model_forward,
         takes=takes,
         one_piece=one_piece,
+        across_samples=across_samples,
     )
 
 

@@ -238,7 +238,6 @@ class RunFolder:
             if rank == 0:
                 self._handler = LogFile(path)
             else:
-                make_folder(path.parent)
                 self._handler = LogFile(path, delay=True)
                 self._handler.setLevel(logging.WARNING)
         except OSError as error:

@@ -116,7 +116,8 @@ class Signals:
         now = time.monotonic()
         if now - self._last_interrupt <= _AT_ONCE:
             raise KeyboardInterrupt("second Ctrl-C: leaving at once, unsaved")
-        os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
+        if os.environ.get("RANK", "0") == "0":  # of several processes one answers
+            os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
         self._last_interrupt = now
 
     def _start_timer(self, number: int) -> None:
@@ -134,7 +135,7 @@ class Signals:
             return
         name = signal.Signals(number).name
         try:
-            _say_within(
+            say_within(
                 _TO_SAY,
                 f"no border was reached {self._grace:g} s after {name} (run.grace): leaving "
                 f"unsaved; the newest checkpoint stands",
@@ -143,12 +144,12 @@ class Signals:
             os._exit(128 + number)
 
 
-def _say_within(seconds: float, text: str) -> None:
-    """Log an error, by each handler for itself: one may hang, as the main thread does in it.
+def say_within(seconds: float, text: str, level: int = logging.ERROR) -> None:
+    """Log it, by each handler for itself: one may hang, as the main thread does in it.
 
     A terminal or a pipe that takes no more holds its handler's lock, and the process has to leave.
     """
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    record = log.makeRecord(log.name, level, __file__, 0, text, (), None)
     threads = [
         threading.Thread(target=_give, args=(handler, record), daemon=True)
         for handler in [*log.handlers, *(logging.root.handlers if log.propagate else ())]

@@ -21,12 +21,14 @@ class StepFacts:
         whole_model_forward: it calls the model as a whole, once per micro-batch.
         takes_window: it is called once per window and goes through ``task.window()``.
         one_piece: it cannot work on a batch that is cut into several micro-batches.
+        across_samples: its loss looks at the samples of a pass together.
         name: as it is registered, or that of the function or class.
     """
 
     whole_model_forward: bool = False
     takes_window: bool = False
     one_piece: bool = False
+    across_samples: bool = False
     name: str = ""
 
 
@@ -49,7 +51,7 @@ def resolve_step(step: str | Step) -> tuple[Step, StepFacts]:
     if found is not None:
         exact = step is found.target or type(step) is found.target
         return step, _facts(found.declared, found.name if exact else str(name_of(step)))
-    names = ("whole_model_forward", "takes", "one_piece")
+    names = ("whole_model_forward", "takes", "one_piece", "across_samples")
     declared = {name: getattr(step, name) for name in names if hasattr(step, name)}
     return step, _facts(declared, str(name_of(step)))
 
@@ -67,5 +69,6 @@ def _facts(declared: Mapping[str, Any], name: str) -> StepFacts:
         whole_model_forward=bool(declared.get("whole_model_forward", False)),
         takes_window=takes == "window",
         one_piece=bool(declared.get("one_piece", False)),
+        across_samples=bool(declared.get("across_samples", False)),
         name=name,
     )

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from phaseloop.engine.shards import local
+
 
 class Place(NamedTuple):
     """Where a module holds a tensor."""
@@ -91,8 +93,8 @@ class Swapping:
         """Let the model have these values, by the names of :func:`places`."""
         self.keep(values)
         if values:
-            targets = [self._raw[name].place.tensor.detach() for name in values]
-            torch._foreach_copy_(targets, list(values.values()))
+            targets = [local(self._raw[name].place.tensor.detach()) for name in values]
+            torch._foreach_copy_(targets, [local(value) for value in values.values()])
 
     def put_back(self) -> None:
         """Let the model have its raw values again, in the tensors that it had; else nothing."""

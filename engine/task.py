@@ -268,7 +268,7 @@ class Task(Stepping):
         So the training is the same however often it is tested, whatever a test draws.
         """
         if self.random_before_test is not None:
-            states = self.random_before_test[self.backend.rank]
+            states = self.random_before_test
             rng.set_host_state(states["host"])
             self.backend.set_rng_state(states["device"])
             self.random_before_test = None

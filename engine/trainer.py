@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from phaseloop.engine import registry
+from phaseloop.engine import outcomes, registry, shards
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
@@ -189,8 +189,10 @@ class Trainer:
         outcome = self._outcome("failed", _describe(error))
         task.backend.failed()
         hint = _hint(error)
-        # Whoever called says these in a sentence; twice would be once too often.
-        extra = ONLY_FILE if isinstance(error, _SAID_BY_THE_CALLER) else None
+        # Whoever called says these in a sentence; twice would be once too often. What only follows
+        # from another process's error is said there.
+        said = isinstance(error, _SAID_BY_THE_CALLER) or outcomes.is_lost(error)
+        extra = ONLY_FILE if said else None
         shown = f" ({hint})" if hint else ""
         log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
@@ -293,6 +295,8 @@ def _describe(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if "deterministic" in str(error) and isinstance(error, RuntimeError):
         return "run.deterministic=false allows operations without a deterministic form"
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return shards.CALLED_A_PART
     return failed.said(error)
 
 

@@ -24,6 +24,7 @@ from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.rolling_back import roll_back
+from phaseloop.engine.sharing import has_pass, tell_left_out
 from phaseloop.engine.signals import Interrupted
 from phaseloop.engine.swapping import Swapping
 
@@ -51,7 +52,7 @@ class Walk(Fetching):
         meters: the meters of the phase at hand.
         stop_reason: why the run is to stop; empty: it is not.
         test_entry: in a test phase, the small state from just before it.
-        random_before_test: the random states of all ranks from there, until the phase is left:
+        random_before_test: the random states of this process from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
         asked_end: on several processes, by the name of a phase, why its end was asked for here.
@@ -80,7 +81,7 @@ class Walk(Fetching):
         self.asked_end: dict[str, str] = {}
         self._train_carry: Any = None
         self.test_entry: dict[str, Any] | None = None
-        self.random_before_test: list[dict[str, Any]] | None = None
+        self.random_before_test: dict[str, Any] | None = None
         self._train_phase: Phase | None = None
         self._train_batches: Iterator[tuple[Window, Batch | None]] | None = None
         self._train_flags: list[tuple[nn.Module, bool]] = []
@@ -122,14 +123,12 @@ class Walk(Fetching):
             return True
         try:
             self.signals.waiting = self.agreement is None
-            goes_on = loader.has_pass(progress.epoch + 1)
+            goes_on = has_pass(cast("Task", self), loader, progress.epoch + 1)
         except Interrupted:
             loader.put_back()
             return not self.stopping
         finally:
             self.signals.waiting = False
-        if self.agreement is not None:  # one that has nothing ends it for all
-            goes_on = self.agreement.total(goes_on) == self.backend.world_size
         if not goes_on:
             self.changed = True  # that it is used up is saved too
             self.stop_reason = (
@@ -243,7 +242,7 @@ class Walk(Fetching):
     def _enter_test(self, name: str) -> None:
         # A checkpoint made inside a test is one made before it: the test is run again as a whole.
         self.test_entry = self.small_state()
-        self.random_before_test = self.test_entry["rng"]
+        self.random_before_test = self.test_entry["rng"][0]
         if self.agreement is not None:
             self.model = self.bare_model
             self.equal_buffers()
@@ -281,6 +280,8 @@ class Walk(Fetching):
         self.changed = True
         if self.train:
             self._check_skips()
+            if self.agreement is not None:
+                tell_left_out(cast("Task", self))
             progress.epoch_open = False
             progress.ended_early, progress.ending = bool(progress.ending), ""
             self._train_phase = self._batches = None

@@ -28,6 +28,7 @@ from phaseloop.hooks import (
     progress,
     row_sync,
     tensorboard,
+    watchdog,
 )
 
 
@@ -75,4 +76,5 @@ __all__ = [
     "precise_bn",
     "progress",
     "tensorboard",
+    "watchdog",
 ]

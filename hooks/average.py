@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shards import is_shard, local, whole
 from phaseloop.engine.swapping import Place, places, state_with
 from phaseloop.engine.task import Task
 
@@ -121,6 +122,8 @@ class Average(Hook):
     def state(self) -> dict[str, Any]:
         """The averages as a whole ``state_dict`` of the bare model, for ``load_state_dict``.
 
+        Sharded ones are gathered: all processes have to call it.
+
         Raises:
             PhaseloopError: no sample was taken yet.
         """
@@ -129,10 +132,11 @@ class Average(Hook):
         if task is None or not averages:
             raise PhaseloopError(f"hooks.{self.name} has taken no sample yet: there is no average")
         there = places(task.bare_model)
-        return state_with(
+        state = state_with(
             task.bare_model,
             {id(there[name].tensor): value.clone() for name, value in averages.items()},
         )
+        return cast(dict[str, Any], whole(state, keep=True))
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.samples}
@@ -240,18 +244,22 @@ class _Pairs:
         self._moved_from: list[tuple[dict[str, Any], str]] = []
         self._copied_from: list[tuple[dict[str, Any], str]] = []
         self._widened = False
+        self._sharded = False
         for name, place in there.items():
             tensor = place.tensor.detach()
             if name not in averages:
                 averages[name] = tensor.float() if tensor.dtype in _HALF else tensor.clone()
             # The modules' own dictionaries: a module may give itself another buffer.
             owner: Any = place.owner._buffers if place.buffer else place.owner._parameters
+            average = averages[name]
+            if is_shard(average):  # each process averages its own part
+                self._sharded, average = True, local(average)
             if tensor.is_floating_point() and (average_buffers or not place.buffer):
-                self._moved.append(averages[name])
+                self._moved.append(average)
                 self._moved_from.append((owner, place.key))
-                self._widened |= averages[name].dtype != tensor.dtype
+                self._widened |= average.dtype != tensor.dtype
             else:
-                self._copied.append(averages[name])
+                self._copied.append(average)
                 self._copied_from.append((owner, place.key))
 
     @torch.no_grad()
@@ -262,15 +270,17 @@ class _Pairs:
             (self._copied, self._copied_from),
         ):
             if targets:
-                torch._foreach_copy_(targets, [owner[key] for owner, key in sources])
+                torch._foreach_copy_(targets, [local(owner[key]) for owner, key in sources])
 
     def move(self, average: Callable[..., None], samples: int) -> None:
         """One more sample, by a function of ``torch.optim.swa_utils``; what is only copied is."""
         if self._moved:
             values = [owner[key] for owner, key in self._moved_from]
+            if self._sharded:
+                values = [local(value) for value in values]
             if self._widened:
                 values = [v.detach().to(a.dtype) for v, a in zip(values, self._moved, strict=True)]
             average(self._moved, values, samples)
         if self._copied:
-            sources = [owner[key] for owner, key in self._copied_from]
+            sources = [local(owner[key]) for owner, key in self._copied_from]
             torch._foreach_copy_(self._copied, sources)

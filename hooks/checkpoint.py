@@ -228,8 +228,10 @@ class Checkpoint(Hook):
                 return
             facts, files, then = collected.facts, collected.files, _status(task)
             save = Save(task.store, name, facts, files, doomed, then, begun=begun)
-            bring = task.writer.begin if self.background else task.writer.write
-            bring(save, collected.parts)
+            if self.background:
+                task.writer.begin(save, collected.parts, collected.own)
+            else:
+                task.writer.write(save, collected.parts)
         except BaseException:
             self.written.remove(name)
             raise

@@ -21,6 +21,7 @@ from phaseloop.engine.report import (
     learning_rates,
     number,
 )
+from phaseloop.engine.shards import class_name
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
@@ -129,7 +130,7 @@ def _model(task: Task) -> str:
     parameters = list(task.bare_model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    parts = [type(task.bare_model).__name__, counted(total, "parameter")]
+    parts = [class_name(task.bare_model), counted(total, "parameter")]
     if trainable != total:
         parts.append(f"{trainable:,} of them trainable")
     return ", ".join(parts + task.model_options.describe())

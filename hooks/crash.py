@@ -16,6 +16,7 @@ from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.run_folder import replace_text
+from phaseloop.engine.shards import local
 from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -35,7 +36,8 @@ class Crash(Hook):
 
     Args:
         weights: write the model's parameters and buffers too, as they are after the error, in
-            ``weights.pt``. It may be in the middle of an update, and is no checkpoint.
+            ``weights.pt``. It may be in the middle of an update, and is no checkpoint. With
+            backend fsdp it is what this process holds of them, since others may be gone.
     """
 
     order = Order.LOG
@@ -53,7 +55,7 @@ class Crash(Hook):
         replace_text(place / REPORT, json.dumps(_report(task, error), indent=1) + "\n")
         log.info("what is known of the error is in %s", place)
         if self.weights:
-            state = task.raw_state()
+            state = {name: local(value) for name, value in task.raw_state().items()}
             replace(place / WEIGHTS, lambda file: torch.save(state, file))
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shards import norms as norms_of
 from phaseloop.engine.task import Task
 
 
@@ -70,8 +71,8 @@ class GradientNorm(Hook):
         if not trained:
             return {}
         gradients = [p.grad for p in trained if p.grad is not None]
-        each = torch._foreach_norm(gradients, self.norm_type)
-        norms = {"gradient_norm": torch.linalg.vector_norm(torch.stack(each), self.norm_type)}
+        each = norms_of(gradients, self.norm_type)
+        norms = {"gradient_norm": torch.linalg.vector_norm(each, self.norm_type)}
         if self.per_parameter:
             names = task.parameter_names()
             norms.update(

@@ -9,6 +9,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError, NonFiniteError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shards import norms as norms_of
 from phaseloop.engine.task import Task
 from phaseloop.engine.walk import NO_ROLL_BACK
 from phaseloop.engine.watched import Found, Seen, Watched
@@ -93,8 +94,7 @@ class NonFinite(Hook):
         if self.policy != "stop":
             # The loss scaler looks at gradients by itself, and an overflow is no fault of theirs;
             # a loss that is not finite before it was scaled is one.
-            scaled = task.precision.scaler is not None
-            if not scaled or _any(task, not self._losses_are_finite()):
+            if task.precision.scaler is None or not self._losses_are_finite(task):
                 self._leave_out(task)
         elif self.gradients and task.precision.scaler is None:
             trained = [p for p in task.trainable if p.grad is not None]
@@ -155,9 +155,10 @@ class NonFinite(Hook):
                 bad += f" on rank {_shown(ranks)}"
         return f"{bad} ({_place(task.progress.epoch, task.progress.windows + 1, ids)})"
 
-    def _losses_are_finite(self) -> bool:
-        """Of this window; here the host waits for the device."""
-        return not self._losses or bool(torch.stack(self._losses).isfinite().all())
+    def _losses_are_finite(self, task: Task) -> bool:
+        """Of this window, on all processes; here the host waits for the device."""
+        fine = not self._losses or bool(torch.stack(self._losses).isfinite().all())
+        return fine if task.agreement is None else not task.agreement.total(not fine)
 
     @staticmethod
     def _guilty(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
@@ -172,21 +173,15 @@ class NonFinite(Hook):
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""
         watched, self._watched = self._watched, Watched()
-        first = watched.first_bad()
-        weights = task.swapping.raw_parameters()
-        fine = _all_finite([value for _, value in weights])
-        if not _any(task, first is not None or not fine):
+        first, weights = watched.first_bad(), _weights_told(task)
+        if not _any(task, first is not None or bool(weights)):
             return
-        bad = [name for name, value in weights if not value.isfinite().all()]
-        told = f"weights that are not finite now: {_shown(bad)}" if bad else ""
-        update = task.progress.updates
+        update, told = task.progress.updates, weights
         if first is not None:
-            update, told = (
-                first.update,
-                "; ".join(filter(None, [self._describe(task, first), told])),
-            )
-        elif bad:
-            told = f"at update {update}, {told}"
+            update = first.update
+            told = "; ".join(filter(None, [self._describe(task, first), weights]))
+        elif weights:
+            told = f"at update {update}, {weights}"
         raise NonFiniteError(f"{_earliest(task, update, told)}; {_HELP}")
 
     def _describe(self, task: Task, first: Found) -> str:
@@ -229,14 +224,20 @@ def _norms(tensors: list[Tensor | None]) -> Tensor | None:
     wanted = [t for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
     if not wanted:
         return None
-    # A norm over no elements would be an error.
-    filled = [t if t.numel() else t.new_zeros(1) for t in wanted]
-    return torch.stack(torch._foreach_norm(filled, float("inf")))
+    return norms_of(wanted, float("inf"))
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
-    norms = _norms([*tensors])
-    return norms is None or bool(norms.isfinite().all())
+def _weights_told(task: Task) -> str:
+    """Which weights are not finite; empty: all are. Of sharded ones all processes are asked."""
+    weights = [
+        (n, v) for n, v in task.swapping.raw_parameters() if v.is_floating_point() or v.is_complex()
+    ]
+    norms = _norms([value for _, value in weights])
+    if norms is None or bool(norms.isfinite().all()):
+        return ""
+    flags = norms.isfinite().tolist()
+    bad = [name for (name, _), fine in zip(weights, flags, strict=True) if not fine]
+    return f"weights that are not finite now: {_shown(bad)}"
 
 
 def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:

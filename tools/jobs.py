@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import phaseloop.train_steps  # noqa: F401 registers the steps
+from phaseloop.engine.backends import joining
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.config.build import Built, build, make_hooks
 from phaseloop.engine.config.components import Components
@@ -23,14 +24,16 @@ from phaseloop.tools.plan import show_plan
 log = logging.getLogger("phaseloop")
 
 _SIGNALLED = 128
-_WHILE_TESTING = ("meter_sync", "barrier", "progress", "fit_memory")
+_WHILE_TESTING = ("meter_sync", "barrier", "progress", "fit_memory", "watchdog")
 
 
 def run(schema: Schema) -> int:
     """Do what the configuration asks for; the exit code."""
     if schema.only == "test":
         return _test(schema)
-    if schema.run.checkpoints is not None and schema.debug.fast is None and not schema.plan:
+    saves = schema.run.checkpoints is not None and schema.debug.fast is None and not schema.plan
+    joined = joining.found()
+    if saves and (joined is None or joined.rank == 0):
         # Here too, since data is read before a task is made, and may take an hour.
         store.Store(RunFolder.of(schema.run).checkpoints).reach("run.checkpoints")
     built = build(schema)
@@ -63,6 +66,8 @@ def _test(schema: Schema) -> int:
         "updates": outcome.updates,
         "metrics": outcome.final,
     }
+    if not task.primary:
+        return 0
     text = json.dumps(result, indent=1)
     if schema.debug.fast is None:
         replace_text(folder.path / "test.json", text + "\n")

@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from phaseloop.engine import outcomes, starting
 from phaseloop.engine.config import compose as composing
+from phaseloop.engine.config import places
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
+from phaseloop.tools import submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -42,6 +45,7 @@ usage: phaseloop config=NAME [key=value ...]
   plan=true                       print what would run, and exit
   only=test weights=best          test a run's weights (best, newest, or a checkpoint's folder)
   --multirun key=1,2,3            one run for each value, each in a folder of its own
+  backend=ddp backend.processes=4 four processes on this machine
 """
 
 
@@ -87,41 +91,54 @@ def run(overrides: Sequence[str], job_folder: str = "") -> int:
 def _run(overrides: Sequence[str], job_folder: str) -> int:
     composed = composing.compose(overrides)
     schema = schemas.check(composed.config)
+    first = os.environ.get("RANK", "0") == "0"
     # The same command finds the same folder.
-    if composed.timed_folder and schema.run.resume == "auto":
+    if composed.timed_folder and schema.run.resume == "auto" and first:
         print(TIMED_FOLDER, file=sys.stderr)
     schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
     if schema.run.checkpoints is not None and job_folder:
         schema.run.checkpoints = f"{schema.run.checkpoints.rstrip('/')}/{job_folder}"
-    from phaseloop.tools import jobs  # imports torch: only once the keys are right
+    job = places.job(schema.launch)
+    if job is not None and not schema.plan and submitting.SUBMITTED not in os.environ:
+        return submitting.submit(overrides, job_folder, schema, job)
+    # What follows imports torch: only once the keys are right.
+    from phaseloop.tools import launching
+
+    started = None if schema.plan else starting.wanted(schema.backend)
+    if started is not None:
+        return launching.start(overrides, job_folder, schema, started)
+    schema.run.dir = os.environ.get(launching.FOLDER) or schema.run.dir
+    if schema.run.resume == "never" and launching.started_again(Path(schema.run.dir)):
+        schema.run.resume = "auto"
+    from phaseloop.tools import jobs
 
     return jobs.run(schema)
 
 
 def exit_code(job: Callable[[], int]) -> int:
-    """What ``job`` returns; where it raises, the code of that kind of error, which is printed."""
+    """What ``job`` returns; where it raises, the code of that kind of error, which is said."""
     try:
         return job()
-    except ConfigError as error:
-        print(f"wrong configuration: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    except InUseError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    except (DataError, CheckpointError) as error:
-        # Said in a sentence; a traceback only where an error of a program is behind it. Of a disk
-        # or a network it is in log.txt: it shows nothing but the packages that reach them.
-        cause = error.__cause__
-        if cause is None or (isinstance(error, CheckpointError) and isinstance(cause, OSError)):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception:
-        traceback.print_exc()
-        return ERROR
+    except Exception as error:
+        code = WRONG_CONFIG if isinstance(error, ConfigError | InUseError) else ERROR
+        outcomes.say(error, code, _in_words(error))
+        return code
+
+
+def _in_words(error: Exception) -> str:
+    """What is printed of an error."""
+    if isinstance(error, ConfigError):
+        return f"wrong configuration: {error}"
+    # Said in a sentence; a traceback only where an error of a program is behind it. Of a disk
+    # or a network it is in log.txt: it shows nothing but the packages that reach them.
+    cause = error.__cause__
+    of_disk = isinstance(error, CheckpointError) and isinstance(cause, OSError)
+    in_a_sentence = isinstance(error, DataError | CheckpointError) and (cause is None or of_disk)
+    if in_a_sentence or isinstance(error, InUseError):
+        return f"{type(error).__name__}: {error}"
+    return traceback.format_exc().rstrip()
 
 
 def _hand_to_hydra(words: list[str]) -> None:

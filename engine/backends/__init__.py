@@ -2,6 +2,7 @@
 
 from phaseloop.engine.backends.base import Backend
 from phaseloop.engine.backends.ddp import Ddp
+from phaseloop.engine.backends.fsdp import Fsdp
 from phaseloop.engine.backends.single import Single
 
-__all__ = ["Backend", "Ddp", "Single"]
+__all__ = ["Backend", "Ddp", "Fsdp", "Single"]

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """One process on one device; the base of all backends."""
+    """One process on one device; the base of all backends.
+
+    Attributes:
+        shards: parameters, their gradients and averages are sharded over processes.
+    """
+
+    shards = False
 
     collective_forward = False
     """Going through the model is a collective: every process has to, as often as the others."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phaseloop.engine.backends.processes import Processes, by_type, spread
+from phaseloop.engine.backends.processes import Processes
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.registry import register_backend
 
@@ -20,6 +19,11 @@ _UNUSED = (
     "some parameters had no part in the loss of this micro-batch, so torch never reduced their "
     "gradients: set backend.find_unused_parameters=true, freeze what is not trained, or let the "
     "loss depend on every output"
+)
+
+_PASSED_BY = (
+    "this step is registered with whole_model_forward=True, and has not gone through the model by "
+    "task.forward(): the processes would each go a way of their own; leave the declaration out"
 )
 
 
@@ -104,6 +108,7 @@ class Ddp(Processes):
             # torch learns a static graph from the first backward, which has to reduce. What is an
             # average already is not changed by being averaged again.
             self._wrapped.require_backward_grad_sync = on or not self._graph_known
+            self._wrapped.require_forward_param_sync = False  # a forward that reduces sets it
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         if self.world_size == 1:
@@ -117,31 +122,9 @@ class Ddp(Processes):
 
     def _check_reduced(self, wrapped: DistributedDataParallel) -> None:
         """Raises where torch would say so at the next forward only: after the update."""
+        if not wrapped.require_forward_param_sync:
+            raise PhaseloopError(_PASSED_BY)
         try:
             wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise PhaseloopError(_UNUSED) from error
-
-    @torch.no_grad()
-    def _average(self, parameters: list[nn.Parameter]) -> None:
-        """In one message for each type; a process without a gradient adds zeros.
-
-        A parameter that no process has a gradient for stays without one.
-        """
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        work = self.sum_on_host(has)
-        assert work is not None
-        work.wait()
-        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for alike in by_type([_gradient(p) for p in used]).values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-            self.all_reduce(flat).div_(self.world_size)
-            spread(flat, alike)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

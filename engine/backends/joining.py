@@ -18,6 +18,8 @@ _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 STARTED_BY = "PHASELOOP_STARTED_BY"
 """Who set the variables above, where it was not torchrun."""
 
+PHASELOOP = "phaseloop"
+
 _FIRST_PORT, _PORTS = 15000, 15000  # below 32768, from where Linux hands ports out
 
 _STDIN = 0
@@ -66,6 +68,13 @@ def found() -> Joining | None:
             f"torchrun, which sets all of them, or unset them, or choose backend=single",
         )
     return None
+
+
+def started_by_us() -> Joining | None:
+    """The place among processes of our own launcher, which starts a single one, too."""
+    if os.environ.get(STARTED_BY) != PHASELOOP:
+        return None
+    return found()
 
 
 def first_host(hosts: str) -> str:

@@ -6,16 +6,18 @@ default group. So the device is never read for it, and nothing waits behind a gr
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 
@@ -63,9 +65,13 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
-        dist.init_process_group(kind, timeout=patience, rank=self.rank, world_size=self.world_size)
+        store = _meeting_place(self.rank, self.world_size, patience)
+        dist.init_process_group(
+            kind, store=store, timeout=patience, rank=self.rank, world_size=self.world_size
+        )
         self._host = dist.new_group(backend="gloo", timeout=patience)
 
     def settle(self) -> None:
@@ -159,6 +165,25 @@ class Processes(OnDevice):
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
 
     @torch.no_grad()
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """In one message for each type; a process without a gradient adds zeros.
+
+        A parameter that no process has a gradient for stays without one.
+        """
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
+        work = self.sum_on_host(has)
+        assert work is not None
+        work.wait()
+        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for alike in by_type([_gradient(p) for p in used]).values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            self.all_reduce(flat).div_(self.world_size)
+            spread(flat, alike)
+
+    @torch.no_grad()
     def _broadcast(self, tensors: list[Tensor]) -> None:
         """Give every process the primary's values, in one message for each type."""
         if self._group() is None:
@@ -168,6 +193,21 @@ class Processes(OnDevice):
             dist.broadcast(flat, src=0)
             if not self.primary:
                 spread(flat, alike)
+
+
+_store: list[Store] = []
+_trainings = itertools.count()
+
+
+def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
+    """A part of the launcher's store that no earlier training of these processes has used.
+
+    What that left there, torch would take for addresses of now.
+    """
+    if not _store:
+        found = dist.rendezvous("env://", rank, world_size, timeout=patience)
+        _store.append(next(iter(found))[0])
+    return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
 
 
 class _Gathered(torch.autograd.Function):
@@ -203,3 +243,8 @@ def spread(flat: Tensor, tensors: list[Tensor]) -> None:
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

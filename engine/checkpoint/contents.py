@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from phaseloop.engine import environment, rng
+from phaseloop.engine import environment, rng, shards
 from phaseloop.engine.checkpoint import rank_state, store
 from phaseloop.engine.checkpoint.loader_state import restore_loaders
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
@@ -22,6 +22,7 @@ from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.checkpoint.writer import flush_all
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
+from phaseloop.engine.swapping import places
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -45,12 +46,14 @@ class Collected(NamedTuple):
         parts: file name to content: the state itself, which the next step changes.
         facts: what its manifest says beside sizes and checksums.
         files: what has to be on the disk before it, since its state counts on them.
+        own: ``id`` of every tensor in it that is a copy already, which nothing changes.
     """
 
     name: str
     parts: dict[str, Any]
     facts: dict[str, Any]
     files: list[Path]
+    own: set[int]
 
 
 def save(task: Task) -> store.Saved:
@@ -61,7 +64,7 @@ def save(task: Task) -> store.Saved:
         CheckpointError: it could not be written; the checkpoints before it are untouched.
     """
     task.writer.settle()
-    name, parts, facts, files = collect(task)
+    name, parts, facts, files, _ = collect(task)
     assert task.store is not None
     flush_all(files)
     saved = task.store.write(name, compact(parts), facts)
@@ -71,6 +74,8 @@ def save(task: Task) -> store.Saved:
 
 def collect(task: Task) -> Collected:
     """What a checkpoint of the task as it stands is made of; nothing is copied.
+
+    Only sharded tensors are: whole, for the primary. Other processes have None in their places.
 
     Raises:
         PhaseloopError: the task has no run folder, or a window is open.
@@ -91,10 +96,12 @@ def collect(task: Task) -> Collected:
     small = task.test_entry if task.test_entry is not None else small_state(task)
     small["progress"]["saves"] = number
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
+    own: set[int] = set()
+    parts = shards.whole(parts, keep=task.primary, made=own)
     for part in parts.values():
         check_plain(part)
     name = store.folder_name(progress.updates, number)
-    return Collected(name, parts, _facts(task), task.hooks.files())
+    return Collected(name, parts, _facts(task), task.hooks.files(), own)
 
 
 def count(task: Task) -> None:
@@ -141,9 +148,6 @@ def _has_tensor(key: Any) -> bool:
 def small_state(task: Task) -> dict[str, Any]:
     """Everything but parameters: also what a test phase may change; a collective."""
     of_ranks = rank_state.gathered(task)
-    if task.random_before_test is not None:
-        # At a test's end too: the training goes on from where the test began.
-        of_ranks["rng"] = task.random_before_test
     return {
         "progress": task.progress.state_dict(),
         "hooks": task.hooks.state_dict(),
@@ -178,25 +182,25 @@ def restore(task: Task, saved: store.Saved) -> dict[str, Any]:
     task.metrics, task.best = dict(state["metrics"]), dict(state["best"])
     for (step, _), step_state in zip(task.stages.steps, state["steps"], strict=False):
         _load_part(step, step_state, "train_step")
-    restore_loaders(task, state.get("loader", []))
+    restore_loaders(task, rank_state.own_loader_states(task, state))
     task.changed = False
     return state
 
 
 def restore_random(task: Task, state: dict[str, Any]) -> None:
     """The random states of this rank; last of all, so that no hook can shift them."""
-    ranks = state["rng"]
-    rank = task.backend.rank
-    if len(ranks) != task.backend.world_size:
+    processes, rank = rank_state.count(state), task.backend.rank
+    if processes != task.backend.world_size:
         log.warning(
             "the checkpoint was made by %d processes, this is %d: the same samples in the same "
             "batches, but draws outside the data, and last bits, may differ",
-            len(ranks),
+            processes,
             task.backend.world_size,
         )
-    if rank < len(ranks):
-        rng.set_host_state(ranks[rank]["host"])
-        task.backend.set_rng_state(ranks[rank]["device"])
+    if rank < processes:
+        own = rank_state.of_rank(state, rank)["rng"]
+        rng.set_host_state(own["host"])
+        task.backend.set_rng_state(own["device"])
     else:
         task.seed_all()
 
@@ -216,7 +220,17 @@ def load_model(model: nn.Module, state: dict[str, Any], source: Any) -> None:
             problems.append(f"{name}: {list(value.shape)} here, {list(there.shape)} there")
     if problems:
         raise CheckpointError(f"the model does not fit {source}: {'; '.join(problems)}")
-    model.load_state_dict(state)
+    with torch.no_grad():
+        model.load_state_dict(_shares(state, here))
+
+
+def _shares(state: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """This process's part of every tensor that the model has sharded."""
+    if not any(map(shards.is_shard, here.values())):
+        return state
+    shares = OrderedDict(shards.shares_of(state, here))
+    vars(shares).update(vars(state))  # its versions of the modules
+    return shares
 
 
 def _large_state(task: Task) -> dict[str, Any]:
@@ -266,7 +280,11 @@ def _restore_optimizers(task: Task, saved: dict[str, Any]) -> None:
 def _restore_averages(task: Task, saved: dict[str, Any]) -> None:
     """Those of hooks that are in use."""
     kept = {name: values for name, values in saved.items() if name in task.hooks.hooks}
-    task.averages = to_device(kept, task.device)
+    here = {name: place.tensor for name, place in places(task.bare_model).items()}
+    task.averages = {
+        name: to_device(shards.shares_of(values, here), task.device)
+        for name, values in kept.items()
+    }
 
 
 def _restore_modes(task: Task, evaluating: list[str], frozen: list[str]) -> None:

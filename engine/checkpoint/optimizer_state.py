@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
+from phaseloop.engine.shards import is_shard, share_of
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -61,6 +62,7 @@ def load_named_state(
             checkpoint; the message names what differs.
     """
     by_names = {frozenset(group["params"]): group for group in saved["groups"]}
+    states = _shares(optimizer, names, saved["state"])
     groups, state, position = [], {}, 0
     for number, group in enumerate(optimizer.param_groups):
         here = _names_of(group, number, names)
@@ -72,8 +74,8 @@ def load_named_state(
         positions = list(range(position, position + len(here)))
         groups.append({**options, "params": positions})
         for index, name in zip(positions, here, strict=True):
-            if name in saved["state"]:
-                state[index] = saved["state"][name]
+            if name in states:
+                state[index] = states[name]
         position += len(here)
     if len(by_names) != len(groups):
         raise CheckpointError(
@@ -81,7 +83,25 @@ def load_named_state(
             f"this optimizer has {len(groups)}"
         )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _keep_types(optimizer, names, saved["state"])
+    _keep_types(optimizer, names, states)
+
+
+def _shares(
+    optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """This process's part of what is as large as a parameter that is sharded."""
+    sharded = {
+        names[id(parameter)]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if is_shard(parameter) and id(parameter) in names
+    }
+    return {
+        name: entry
+        if name not in sharded
+        else {key: share_of(value, sharded[name]) for key, value in entry.items()}
+        for name, entry in saved.items()
+    }
 
 
 def _keep_types(

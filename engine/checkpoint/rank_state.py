@@ -1,19 +1,24 @@
 """Rank state: what every process has of its own, in a checkpoint and back.
 
-Each gathers some ten kilobytes to the primary, which alone writes. On the same number of processes
-each takes its own back, to the bit. On another number the first takes all that add up (meters, rows
-not yet written), and the others begin with nothing.
+Each sends some twenty kilobytes to the primary, which alone writes. It sends them as bytes, and so
+they are kept: the primary looks into none of a thousand, and a process that goes on unpacks its own
+alone. On the same number of processes each takes its own back, to the bit. On another number the
+first takes all that add up (meters, rows not yet written), and the others begin with nothing.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phaseloop.engine import rng
 from phaseloop.engine.checkpoint.loader_state import own_loaders
+from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.phases import TRAIN
 
@@ -23,46 +28,72 @@ if TYPE_CHECKING:
 log = logging.getLogger("phaseloop")
 
 _ALONE = ("meters", "recorder", "carry", "asked_end")
-"""What stands in a checkpoint as the primary has it; the other processes' is in ``others``."""
+"""What stands in a checkpoint as the primary has it, beside ``rng`` and ``loader``, which are lists
+of one; what the other processes have is in ``others``."""
 
 
 def gathered(task: Task) -> dict[str, Any]:
-    """The part of a checkpoint that differs from process to process.
+    """The part of a checkpoint that differs from process to process; a collective.
 
-    On the primary that of all; elsewhere only its own, with None in the place of the others'.
+    On the primary that of all; elsewhere only its own.
     """
     own = {
-        "rng": {"host": rng.host_state(), "device": task.backend.rng_state()},
+        # At a test's end too: the training goes on from where the test began.
+        "rng": task.random_before_test
+        or {"host": rng.host_state(), "device": task.backend.rng_state()},
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "carry": task.carry,
         "asked_end": task.asked_end.get(TRAIN, ""),
         "loader": own_loaders(task),
     }
-    if task.agreement is None:
-        ranks = [own]
-    else:
-        ranks = task.backend.gather_object(to_device(own, torch.device("cpu")))
-    first, rest = ranks[0] or own, ranks[1:]
     state = {
-        "rng": [rank and rank["rng"] for rank in ranks],
-        "loader": [rank and rank["loader"] for rank in ranks] if own["loader"] else [],
-        **{name: first[name] for name in _ALONE},
+        "rng": [own["rng"]],
+        "loader": [own["loader"]] if own["loader"] else [],
+        **{name: own[name] for name in _ALONE},
     }
-    if rest:
-        state["others"] = [rank and {name: rank[name] for name in _ALONE} for rank in rest]
+    if task.agreement is not None:
+        ranks = task.backend.gather_object(b"" if task.primary else _packed(own))
+        if task.primary:
+            state["others"] = _joined(ranks[1:])
     return state
+
+
+def count(state: dict[str, Any]) -> int:
+    """How many processes made the checkpoint."""
+    return 1 + len(state["others"]["sizes"]) if "others" in state else 1
+
+
+def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What one of them had of its own: ``rng``, ``loader``, meters, rows and ``carry``."""
+    if rank == 0:
+        loader: dict[str, Any] = next(iter(state.get("loader", [])), {})
+        # Of a checkpoint from before there were several processes, nobody had asked for an end.
+        alone = {"asked_end": "", **{name: state[name] for name in _ALONE if name in state}}
+        return {"rng": state["rng"][0], "loader": loader, **alone}
+    sizes = state["others"]["sizes"]
+    stop = sum(itertools.islice(sizes, rank))
+    packed = state["others"]["bytes"][stop - sizes[rank - 1] : stop]
+    own: dict[str, Any] = torch.load(
+        io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True
+    )
+    return own
+
+
+def own_loader_states(task: Task, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every process that there was, by rank: empty but for this one's."""
+    states: list[dict[str, Any]] = [{} for _ in range(count(state))]
+    if task.backend.rank < len(states):
+        states[task.backend.rank] = of_rank(state, task.backend.rank)["loader"]
+    return states
 
 
 def take(task: Task, state: dict[str, Any]) -> None:
     """Meters, rows not yet written, and ``carry``, from a checkpoint's state."""
-    # Of a checkpoint from before there were several processes, nobody had asked for an end.
-    first = {"asked_end": "", **{name: state[name] for name in _ALONE if name in state}}
-    ranks = [first, *state.get("others", [])]
-    if len(ranks) == task.backend.world_size:
-        _take(task, ranks[task.backend.rank])
+    if count(state) == task.backend.world_size:
+        _take(task, of_rank(state, task.backend.rank))
     else:
-        _take_merged(task, ranks)
+        _take_merged(task, state)
 
 
 def _take(task: Task, own: dict[str, Any]) -> None:
@@ -74,9 +105,10 @@ def _take(task: Task, own: dict[str, Any]) -> None:
     task.asked_end = {TRAIN: own["asked_end"]} if own["asked_end"] else {}
 
 
-def _take_merged(task: Task, ranks: list[dict[str, Any]]) -> None:
+def _take_merged(task: Task, state: dict[str, Any]) -> None:
     """On another number of processes: everything that adds up goes to the first."""
-    first = task.backend.primary
+    first = task.primary
+    ranks = [of_rank(state, rank) for rank in range(count(state) if first else 1)]
     for meters in task.meter_sets.values():
         meters.reset()
     # What an epoch that is over has measured was read, and a test is run again from its start.
@@ -92,5 +124,18 @@ def _take_merged(task: Task, ranks: list[dict[str, Any]]) -> None:
         log.warning(
             "task.carry is what each of %d processes had of its own; this is another number, so "
             "it begins empty",
-            len(ranks),
+            count(state),
         )
+
+
+def _packed(own: dict[str, Any]) -> bytes:
+    """As bytes that :func:`torch.load` takes."""
+    file = io.BytesIO()
+    torch.save(compact(own), file)
+    return file.getvalue()
+
+
+def _joined(ranks: Sequence[bytes]) -> dict[str, Any]:
+    """One tensor of all bytes, uint8, and how many of them are each process's."""
+    joined = torch.frombuffer(bytearray(b"".join(ranks)), dtype=torch.uint8)
+    return {"bytes": joined, "sizes": [len(packed) for packed in ranks]}

@@ -7,7 +7,7 @@ as what a checkpoint holds, and no more.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,18 +31,23 @@ class Snapshot:
         self._kept: dict[Place, tuple[_Kind, Tensor]] = {}
 
     @torch.no_grad()
-    def take(self, tree: Any) -> Any:
+    def take(self, tree: Any, own: Collection[int] = ()) -> Any:
         """A copy of dicts, lists, tuples, sets, tensors and plain Python, on the CPU.
 
         It is good until the next call. What is one object in the tree is one in the copy, and
         tensors that are one piece of memory (tied weights) stay so. A part of a larger piece of
         memory is copied alone. The host waits for the device once.
+
+        Args:
+            own: ``id`` of tensors on the CPU that nothing changes: they are taken as they are.
         """
         kept, self._kept = self._kept, {}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
 
         def copy(tensor: Tensor, place: Place) -> Tensor:
+            if id(tensor) in own:
+                return tensor
             kind = _kind(tensor)
             before, buffer = kept.pop(place, (None, None))
             if buffer is None or before != kind:

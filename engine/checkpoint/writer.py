@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,14 +111,17 @@ class Writer:
         self._flight: Save | None = None
         self._snapshot = Snapshot()
 
-    def begin(self, save: Save, parts: Mapping[str, Any]) -> None:
+    def begin(self, save: Save, parts: Mapping[str, Any], own: Collection[int] = ()) -> None:
         """Copy the state, and write the copy in the thread.
 
         The host stands still while it copies. There is one copy of the state in memory, kept for
         the next save. Whoever calls has waited for the save before.
+
+        Args:
+            own: ``id`` of the tensors in it that are copies already.
         """
         assert self._flight is None
-        copied = self._snapshot.take(parts)
+        copied = self._snapshot.take(parts, own)
         self._flight, self.over = save, False
         self._thread = threading.Thread(
             target=self._run, args=(save, copied), name="phaseloop-writer", daemon=True

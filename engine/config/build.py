@@ -34,6 +34,7 @@ from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.stages import Stage
+from phaseloop.engine.starting import resolved
 from phaseloop.engine.task import Task
 from phaseloop.engine.urls import without_secrets
 
@@ -62,7 +63,7 @@ def build(schema: Schema) -> Built:
     components = Components(schema.imports, schema.allow_targets)
     _check(schema, components)
     hooks = make_hooks(schema, components)
-    backend = components.make(schema.backend, registry.backends, "backend")
+    backend = components.make(resolved(schema.backend), registry.backends, "backend")
     _seed(schema.seed)
     sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
     train = sets.pop("data.train", None)
@@ -121,7 +122,7 @@ def _check(schema: Schema, components: Components) -> None:
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
-    components.check(schema.backend, registry.backends, "backend")
+    components.check(resolved(schema.backend), registry.backends, "backend")
     _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")

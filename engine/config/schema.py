@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from phaseloop.engine.config import places
 from phaseloop.engine.config.typed import check_keys, to_dataclass
 from phaseloop.engine.data.options import check_limit, check_options, check_weight
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
+from phaseloop.engine.starting import asked_for
 from phaseloop.engine.urls import check_url
 
 Component = dict[str, Any]
@@ -161,7 +163,8 @@ class Schema:
     precision: str | PrecisionSpec = field(default="float32", metadata={"choose": _name_or_more})
     train_step: Component | str = "standard"
     hooks: dict[str, Component | None] = field(default_factory=dict)
-    backend: Component = field(default_factory=lambda: {"name": "single"})
+    backend: Component = field(default_factory=lambda: {"name": "auto"})
+    launch: Component = field(default_factory=lambda: {"name": "local"})
     freeze: list[str] = field(default_factory=list)
     debug: Debug = field(default_factory=Debug)
     plan: bool = False
@@ -209,6 +212,7 @@ def check(config: dict[str, Any]) -> Schema:
     if not 0 <= schema.seed < 1 << 63:
         raise ConfigError("seed", f"{schema.seed} is not between 0 and 2**63 - 1")
     schema.debug.check("debug")
+    asked_for(schema.backend, address=places.job(schema.launch) is None)
     for key, data in schema.data.by_key.items():
         check_options(data, key)
     if "train" in schema.data.tests:

@@ -42,6 +42,8 @@ class Loader(Planned, SetsAside):
         key: where the set stands in the configuration, for messages.
         at_most: read the first so many batches of an epoch only.
         repeat: every epoch is the first one again, to the bit.
+        in_step: processes go through the model together, so one that has no part in a batch of
+            a test gets a stand-in, which is not measured.
 
     Raises:
         ConfigError: the sampler has no values to go by.
@@ -67,6 +69,7 @@ class Loader(Planned, SetsAside):
         key: str = "data",
         at_most: int | None = None,
         repeat: bool = False,
+        in_step: bool = False,
     ) -> None:
         if data.first is None:
             data.open(seed, key)
@@ -89,7 +92,7 @@ class Loader(Planned, SetsAside):
                 drop_last=data.drop_last and train,
                 world_size=world_size,
                 rank=rank,
-                stand_ins=train,
+                stand_ins=train or in_step,
                 at_most=at_most,
             )
             for first, size in data.sizes.items()

@@ -114,6 +114,7 @@ class MixOrder:
 
     def __init__(self, mix: Mix, shuffle: bool, seed: int, epoch: int, roll_backs: int) -> None:
         self._mix = mix
+        self._count = len(mix.names)
         self._key = rng.mix(seed, rng.MIX_CHOICE, epoch, roll_backs)
         self._before = _counts(len(mix), mix.weights, self._key)
         keys = [rng.mix(seed, rng.MIX_ORDER, n, epoch, roll_backs) for n in range(len(mix.names))]
@@ -122,25 +123,39 @@ class MixOrder:
             for length, key in zip(mix.lengths, keys, strict=True)
         ]
         self._chosen = [mix.chosen(n, seed) for n in range(len(mix.names))]
-        self._blocks = Blocks(_BLOCK, self._work_out)
+        self._blocks = Blocks(_BLOCK, self._work_out, self._pick)
+        self._kinds = (-1, torch.empty(0, dtype=torch.int64))  # a block, and the sources in it
 
     def slice(self, start: int, stop: int) -> Tensor:
         """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
         return self._blocks.slice(start, stop)
 
     def _work_out(self, block: int) -> Tensor:
-        ranks = self._before[block : block + 2].tolist()
-        sizes = torch.tensor([stop - start for start, stop in zip(*ranks, strict=True)])
-        generator = torch.Generator().manual_seed(rng.mix(self._key, block))
-        kinds = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        kinds = kinds[torch.randperm(len(kinds), generator=generator)]
-        numbers = torch.empty_like(kinds)
-        for source, (start, stop) in enumerate(zip(*ranks, strict=True)):
-            indices = self._passes[source].slice(start, stop)
+        return self._pick(block, 0, _BLOCK)
+
+    def _pick(self, block: int, start: int, stop: int) -> Tensor:
+        kinds = self._kinds_of(block)
+        here = kinds[start:stop]
+        before = self._before[block] + np.bincount(kinds[:start].numpy(), minlength=self._count)
+        counts = np.bincount(here.numpy(), minlength=self._count)
+        numbers = torch.empty_like(here)
+        for source in np.flatnonzero(counts).tolist():
+            first = int(before[source])
+            indices = self._passes[source].slice(first, first + int(counts[source]))
             kept = self._chosen[source]
             indices = indices if kept is None else kept[indices]
-            numbers[kinds == source] = indices + self._mix.offsets[source]
+            numbers[here == source] = indices + self._mix.offsets[source]
         return numbers
+
+    def _kinds_of(self, block: int) -> Tensor:
+        """The source of each position of a block: int64."""
+        if self._kinds[0] != block:
+            sizes = torch.from_numpy(self._before[block + 1] - self._before[block])
+            generator = torch.Generator().manual_seed(rng.mix(self._key, block))
+            kinds = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+            kinds = kinds[torch.randperm(len(kinds), generator=generator)]
+            self._kinds = (block, kinds)
+        return self._kinds[1]
 
 
 def _counts(samples: int, weights: list[float], key: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -18,6 +18,10 @@ RANDPERM_LIMIT = 1 << 24
 
 _ROUNDS = 4
 
+_PICKS = 16  # out of one block: so many cost about what the whole block does
+
+_AT_ONCE = 1 << 20  # positions whose images are computed together, where many are asked for
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -137,28 +141,55 @@ class Passes:
 class Blocks:
     """An order that is worked out in blocks when they are reached; the last one is kept.
 
+    Who reads on where it stopped gets the whole block worked out. Who jumps, as one of a thousand
+    processes does from its share of a batch to that of the next, gets what it asks for picked out
+    of the block, as long as it does not come back to it again and again.
+
     Args:
         size: positions of a block.
         work_out: from the number of a block to its numbers; the last may be shorter.
+        pick: from the number of a block and two places in it, start and stop, to its numbers
+            there; the same numbers.
     """
 
-    def __init__(self, size: int, work_out: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self,
+        size: int,
+        work_out: Callable[[int], Tensor],
+        pick: Callable[[int, int, int], Tensor],
+    ) -> None:
         self._size = size
         self._work_out = work_out
+        self._pick = pick
         self._number = -1
         self._block = torch.empty(0, dtype=torch.int64)
+        self._reached = 0  # the position that was read up to
+        self._picked = (-1, 0)  # a block, and how often something was picked out of it
 
     def slice(self, start: int, stop: int) -> Tensor:
         """Numbers of the samples at the positions start to stop-1: int64 [stop - start]."""
         parts = []
         while start < stop:
             number, first = divmod(start, self._size)
-            if number != self._number:
-                self._block, self._number = self._work_out(number), number
             last = min(self._size, first + stop - start)
-            parts.append(self._block[first:last])
+            parts.append(self._part(number, first, last))
             start += last - first
+            self._reached = start
         return torch.cat(parts) if parts else self._block[:0]
+
+    def _part(self, number: int, first: int, last: int) -> Tensor:
+        if number != self._number and not self._jumps(number, first):
+            self._block, self._number = self._work_out(number), number
+        if number == self._number:
+            return self._block[first:last]
+        return self._pick(number, first, last)
+
+    def _jumps(self, number: int, first: int) -> bool:
+        if number * self._size + first == self._reached:
+            return False
+        block, times = self._picked
+        self._picked = (number, times + 1 if number == block else 1)
+        return self._picked[1] <= _PICKS
 
 
 class Chosen:
@@ -181,12 +212,18 @@ class Chosen:
 def chosen(samples: int, limit: Limit, seed: int) -> Tensor | None:
     """The samples that a limit leaves, in the dataset's order: int64; None: all of them.
 
-    Beside one order's, memory is that of what is left.
+    Beside one order's, memory is that of what is left: 8 bytes a sample.
     """
     count = limited(samples, limit)
     if count == samples:
         return None
-    return permutation(samples, seed).slice(0, count).sort().values
+    order = permutation(samples, seed)
+    left = torch.empty(count, dtype=torch.int64)
+    for start in range(0, count, _AT_ONCE):
+        stop = min(start + _AT_ONCE, count)
+        left[start:stop] = order.slice(start, stop)
+    left.numpy().sort()  # in place, which torch has not
+    return left
 
 
 def uniform(start: int, stop: int, seed: int) -> npt.NDArray[np.float64]:

@@ -69,8 +69,6 @@ class BatchPlan:
             part in the batch at all, one empty micro-batch.
         at_most: leave out all batches but the first so many.
         largest: more samples than this never go through the model at once, whatever the two say.
-        readers: of a stream, workers that each make batches of their share of the samples, which
-            differ by one at most.
     """
 
     samples: int | None
@@ -83,19 +81,14 @@ class BatchPlan:
     stand_ins: bool = True
     at_most: int | None = None
     largest: int | None = None
-    readers: int = 1
 
     @property
     def windows(self) -> int | float:
         """Number of batches in the epoch; infinity where nobody knows."""
-        windows: int | float = 0
-        if self.samples is None:
-            windows = math.inf
-        else:
-            for reader in range(self.readers):
-                first, last = cut(0, self.samples, self.readers, reader)
-                full, rest = divmod(last - first, self.batch_size)
-                windows += full + (rest > 0 and not self.drop_last)
+        windows: int | float = math.inf
+        if self.samples is not None:
+            full, rest = divmod(self.samples, self.batch_size)
+            windows = full + (rest > 0 and not self.drop_last)
         return windows if self.at_most is None else min(windows, self.at_most)
 
     def window(self, index: int) -> Window:
@@ -118,12 +111,6 @@ class BatchPlan:
         if not pieces:  # in a test, a process with no part in a batch has an empty step
             pieces.append(Piece(start, start, 0))
         return Window(tuple(pieces), stop - start, share[1] - share[0])
-
-    def window_of(self, start: int, size: int, last: bool) -> Window:
-        """The micro-batches of a batch that one process has read, from position ``start`` on."""
-        count = self._pieces(size)
-        cuts = [cut(start, start + size, count, i) for i in range(count)]
-        return Window(tuple(Piece(a, b, b - a) for a, b in cuts), size, size, last)
 
     def _pieces(self, share: int) -> int:
         """Into how many micro-batches the largest share is cut."""

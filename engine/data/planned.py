@@ -38,6 +38,11 @@ class Planned:
     _plans: dict[int, BatchPlan]
 
     @property
+    def transforms(self) -> bool:
+        """A function is called with each micro-batch, and gives another."""
+        return self._data.batch_transform is not None
+
+    @property
     def plan(self) -> BatchPlan:
         """How the first epoch is cut."""
         return self._plans[1]

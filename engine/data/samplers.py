@@ -160,10 +160,11 @@ class Balanced:
     def __init__(self, labels: Any, per_class: int | None = None) -> None:
         if per_class is not None and per_class < 1:
             raise ConfigError("data.train.sampler.per_class", f"{per_class} is less than 1")
-        _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
-        members = torch.from_numpy(np.argsort(classes, kind="stable"))
+        labels = np.asarray(labels)
+        counts = np.unique(labels, return_counts=True)[1]
+        members = torch.from_numpy(np.argsort(labels, kind="stable"))
         self.members = list(torch.split(members, counts.tolist()))
-        self.rounds = per_class or -(-len(classes) // len(counts))
+        self.rounds = per_class or -(-len(labels) // len(counts))
 
     def __call__(self, seed: int, epoch: int) -> BalancedOrder:
         """The order of one epoch."""
@@ -179,7 +180,8 @@ class BalancedOrder:
         self._seed = seed
         self._passes = [Passes(len(m), rng.mix(seed, n)) for n, m in enumerate(members)]
         self._rounds_per_block = max(1, _BLOCK // len(members))
-        self._blocks = Blocks(self._rounds_per_block * len(members), self._work_out)
+        self._blocks = Blocks(self._rounds_per_block * len(members), self._work_out, self._pick)
+        self._places = (-1, torch.empty(0))  # a block, and what the order of its rounds goes by
 
     def __len__(self) -> int:
         return self._rounds * len(self._members)
@@ -189,16 +191,38 @@ class BalancedOrder:
         return self._blocks.slice(start, stop)
 
     def _work_out(self, block: int) -> Tensor:
-        start = block * self._rounds_per_block
-        stop = min(start + self._rounds_per_block, self._rounds)
+        start, stop = self._rounds_of(block)
         columns = [
             members[passes.slice(start, stop)]
             for members, passes in zip(self._members, self._passes, strict=True)
         ]
         rounds = torch.stack(columns, dim=1)
-        generator = torch.Generator().manual_seed(rng.mix(self._seed, -1, block))
-        places = torch.rand(rounds.shape, generator=generator, dtype=torch.float64)
-        return rounds.gather(1, places.argsort(dim=1, stable=True)).flatten()
+        return rounds.gather(1, self._places_of(block).argsort(dim=1, stable=True)).flatten()
+
+    def _pick(self, block: int, start: int, stop: int) -> Tensor:
+        count = len(self._members)
+        first, last = start // count, -(-stop // count)
+        places = self._places_of(block)[first:last].argsort(dim=1, stable=True)
+        classes = places.flatten()[start - first * count : stop - first * count].tolist()
+        begin = self._rounds_of(block)[0]
+        numbers = []
+        for position, number in enumerate(classes, start):
+            at = begin + position // count
+            numbers.append(self._members[number][self._passes[number].slice(at, at + 1)])
+        return torch.cat(numbers)
+
+    def _rounds_of(self, block: int) -> tuple[int, int]:
+        start = block * self._rounds_per_block
+        return start, min(start + self._rounds_per_block, self._rounds)
+
+    def _places_of(self, block: int) -> Tensor:
+        """For each round of a block, what sorts its classes: float64 [rounds, classes]."""
+        if self._places[0] != block:
+            start, stop = self._rounds_of(block)
+            generator = torch.Generator().manual_seed(rng.mix(self._seed, -1, block))
+            shape = (stop - start, len(self._members))
+            self._places = block, torch.rand(shape, generator=generator, dtype=torch.float64)
+        return self._places[1]
 
 
 @register_sampler("weighted", by="weights")
@@ -222,7 +246,7 @@ class Weighted:
                 "data.train.sampler.by", "weights are at least 0, finite, and not all 0"
             )
         self.sums = np.cumsum(values)
-        self.last = int(np.flatnonzero(values)[-1])
+        self.last = len(values) - 1 - int(np.argmax(values[::-1] > 0))
         self.samples = samples or len(values)
 
     def __call__(self, seed: int, epoch: int) -> WeightedOrder:

@@ -16,10 +16,12 @@ import torch
 
 from phaseloop.engine import rng
 from phaseloop.engine.data.batch import Batch
-from phaseloop.engine.data.plan import BatchPlan, Window, cut
-from phaseloop.engine.data.planned import Planned
+from phaseloop.engine.data.plan import Window
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.stream_faults import Wrong
+from phaseloop.engine.data.stream_giving import Giving
+from phaseloop.engine.data.stream_options import check_shares
+from phaseloop.engine.data.stream_plan import StreamPlan
 from phaseloop.engine.data.stream_reader import Orders, Windows
 from phaseloop.engine.data.stream_readers import Read, Readers
 from phaseloop.engine.data.stream_state import Standing
@@ -28,10 +30,11 @@ from phaseloop.engine.errors import ConfigError, DataError
 log = logging.getLogger("phaseloop")
 
 
-class StreamLoader(Planned):
+class StreamLoader(Giving):
     """Micro-batches of one stream, pass by pass; an epoch is a pass.
 
-    Has what :class:`~phaseloop.engine.data.loader.Loader` has; arguments as there.
+    Has what :class:`~phaseloop.engine.data.loader.Loader` has; arguments as there. Of several
+    processes each reads its own share of every batch, from its own iterator.
 
     Attributes:
         samples: in a pass; None: the stream does not say.
@@ -54,7 +57,9 @@ class StreamLoader(Planned):
         key: str = "data",
         at_most: int | None = None,
         repeat: bool = False,
+        in_step: bool = False,
     ) -> None:
+        super().__init__()
         if data.first is None:
             data.open(seed, key)
         self._data = data
@@ -64,9 +69,15 @@ class StreamLoader(Planned):
         self._repeat = repeat
         self._at_most = at_most
         self._pinned = data.pins(device)
+        self._alone = world_size == 1
+        check_shares(data, key, world_size)
+        told = callable(getattr(data.first, "set_rank", None))
+        if told:
+            data.first.set_rank(rank, world_size)
+        self._asks_mark = not (told or self._alone)
         self.samples = data.stream_length()
         drop_last = data.drop_last and train
-        whole = BatchPlan(
+        whole = StreamPlan(
             samples=self.samples,
             batch_size=1,
             micro_batch_size=data.micro_batch_size,
@@ -74,21 +85,17 @@ class StreamLoader(Planned):
             drop_last=drop_last,
             world_size=world_size,
             rank=rank,
+            stand_ins=train or in_step,
             at_most=at_most,
             readers=max(1, data.workers),
+            all_of_it=not train,
         )
-        self._plans = {
+        plans = {
             first: dataclasses.replace(whole, batch_size=size) for first, size in data.sizes.items()
         }
-        place = (world_size, rank)
-        shares = {
-            first: dataclasses.replace(
-                plan, batch_size=_share(plan.batch_size, *place), world_size=1, rank=0, at_most=None
-            )
-            for first, plan in self._plans.items()
-        }
-        limit = _share(data.limit, *place) if isinstance(data.limit, int) else None
-        self._orders = Orders(shares, limit, drop_last)
+        self._plans = dict(plans)
+        limit = whole.part(data.limit) if isinstance(data.limit, int) else None
+        self._orders = Orders(plans, limit, drop_last)
         kind = rng.SAMPLE_TRAIN if train else rng.SAMPLE_TEST
         seed = rng.mix(seed, kind, source, rank)
         self._source = Windows(
@@ -100,8 +107,6 @@ class StreamLoader(Planned):
         self._wrong = Wrong(data, key, drop_last)
         self._begun: tuple[int, int] | None = None
         self._ahead: Read | None = None
-        self._standings: list[Standing] = []
-        self._gave = False
         self.used_up = False
 
     # --- how passes are cut ---
@@ -117,14 +122,15 @@ class StreamLoader(Planned):
         """The stream gives something in this epoch; its first window is read, and kept.
 
         Raises:
-            DataError: it gives nothing in its first pass.
+            DataError: it gives nothing in its first pass. Of several processes all are told, by
+                :mod:`phaseloop.engine.sharing`.
         """
         if not self.used_up:
             self._begin(epoch, 0)
             self._ahead = self._readers.read()
             if self._ahead is None:
-                if not self._gave:
-                    raise DataError(self._wrong.why_empty(self._gave))
+                if not self.gave and self._alone:
+                    raise DataError(self.why_empty())
                 self.used_up = True
         return not self.used_up
 
@@ -142,7 +148,7 @@ class StreamLoader(Planned):
         if first or self._ahead is None or self._begun != (number, 0):
             self._begin(epoch, first)
         ahead, self._ahead, self._begun = self._ahead, None, None
-        return self._give(ahead, self.plan_of(number))
+        return self._give(ahead, self._plan(number))
 
     def _begin(self, epoch: int, first: int) -> None:
         number = self._number(epoch)
@@ -158,7 +164,7 @@ class StreamLoader(Planned):
                 start.reads_again,
             )
         self._standings = [] if start is None else [start]
-        self._ahead, self._begun = None, (number, first)
+        self._ahead, self._next, self._begun = None, None, (number, first)
         self._orders.tell(number, self.plan.largest)
         if self._readers.stateful:
             self._readers.begin(number, start)
@@ -175,40 +181,13 @@ class StreamLoader(Planned):
                     f"after {self._readers.windows}"
                 )
 
-    def _give(self, ahead: Read | None, plan: BatchPlan) -> Iterator[tuple[Window, Batch | None]]:
-        now = ahead or self._readers.read()
-        if now is None:
-            raise DataError(self._wrong.why_empty(self._gave))
-        while now is not None:
-            standing = now.standing
-            enough = self._at_most is not None and standing.windows >= self._at_most
-            ahead = None if enough else self._readers.read()
-            if not enough:
-                self._wrong.check_length(standing, plan, ended=ahead is None)
-            if not self._gave:
-                self._wrong.check_state(standing)
-            self._standings, self._gave = [*self._standings[-1:], standing], True
-            yield from self._micro_batches(now, plan, last=ahead is None)
-            now = ahead
-
-    def _micro_batches(
-        self, read: Read, plan: BatchPlan, last: bool
-    ) -> Iterator[tuple[Window, Batch | None]]:
-        size = sum(size for _, size in read.collected)
-        window = plan.window_of(read.standing.samples - size, size, last)
-        for (data, weight), piece in zip(read.collected, window.pieces, strict=True):
-            batch = None
-            if data is not None:
-                batch = Batch(self._moved(data), torch.arange(piece.start, piece.stop), weight)
-            yield window, batch
-
     def window_again(self, epoch: int, index: int) -> Window:
         """The window at hand, cut as :meth:`batches` cuts it from now on."""
         before, behind = self._standing(epoch, index), self._standing(epoch, index + 1)
         assert behind is not None
         start = 0 if before is None else before.samples
         last = self._readers.over
-        return self.plan_of(self._number(epoch)).window_of(start, behind.samples - start, last)
+        return self._plan(self._number(epoch)).window_of(start, behind.samples - start, last)
 
     def beside(self) -> StreamLoader:
         """Another loader of the same batches, which reads a copy of the stream in this process.
@@ -230,8 +209,8 @@ class StreamLoader(Planned):
         other._source = source
         other._pinned = False
         other._readers = Readers(source, 0, 1, pinned=False, stateful=False)
-        other._begun, other._ahead, other._standings, other.used_up = None, None, [], False
-        other._gave = False
+        other._begun, other._ahead, other._next, other._standings = None, None, None, []
+        other.gave = other.used_up = False
         return other
 
     def put_back(self) -> None:
@@ -252,7 +231,7 @@ class StreamLoader(Planned):
         standing = self._standing(epoch, windows) if windows else None
         return {
             "workers": self._data.workers,
-            "gave": self._gave,
+            "gave": self.gave,
             "used_up": self.used_up,
             "standing": None if standing is None else dataclasses.asdict(standing),
         }
@@ -270,8 +249,13 @@ class StreamLoader(Planned):
                 f"reads a stream for itself, so a run keeps their number",
             )
         self.used_up = state["used_up"]
-        self._gave = state["gave"]
+        self.gave = state["gave"]
         self._standings = [] if state["standing"] is None else [Standing(**state["standing"])]
+
+    def _plan(self, epoch: int) -> StreamPlan:
+        plan = self.plan_of(epoch)
+        assert isinstance(plan, StreamPlan)
+        return plan
 
     def _standing(self, epoch: int, windows: int) -> Standing | None:
         place = (self._number(epoch), windows)
@@ -282,9 +266,3 @@ class StreamLoader(Planned):
         if not self._train:
             return 0
         return 1 if self._repeat else epoch
-
-
-def _share(samples: int, world_size: int, rank: int) -> int:
-    """This process's part of a batch, or of a pass."""
-    first, last = cut(0, samples, world_size, rank)
-    return last - first

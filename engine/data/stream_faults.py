@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloop.engine.data.plan import BatchPlan
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.data.stream_plan import StreamPlan
 from phaseloop.engine.data.stream_state import Standing, not_plain
 from phaseloop.engine.errors import DataError
 
@@ -39,6 +39,13 @@ class Wrong:
             )
         return f"{self._key}: the stream is empty: it gave no sample in its first pass"
 
+    def why_no_stand_in(self, rank: int) -> str:
+        """Why a process that has nothing cannot go through the model with the others."""
+        return (
+            f"{self._key}: rank {rank} has no sample of the stream, and with this backend every "
+            f"process has to go through the model as often as the others: give each at least one"
+        )
+
     def check_state(self, standing: Standing) -> None:
         """Refuse at the first window what could not be saved later.
 
@@ -53,8 +60,8 @@ class Wrong:
                         f"tensors, numbers, strings, and lists and dicts of them"
                     )
 
-    def check_length(self, standing: Standing, plan: BatchPlan, ended: bool) -> None:
-        """Compare what a pass gave with what the stream's length says, if it has one.
+    def check_length(self, standing: Standing, plan: StreamPlan, ended: bool) -> None:
+        """Compare what a pass gave this process with what the stream's length says, if it has one.
 
         Args:
             standing: behind the window that is given next.
@@ -64,15 +71,20 @@ class Wrong:
         Raises:
             DataError: it gave more or less.
         """
-        if self._samples is None or (standing.windows < plan.windows and not ended):
+        if self._samples is None or (standing.windows < plan.own_windows and not ended):
             return
-        whole = standing.samples == self._samples or plan.drop_last
-        if ended and standing.windows == plan.windows and whole:
+        part = plan.part(self._samples)
+        whole = standing.samples == part or plan.drop_last
+        if ended and standing.windows == plan.own_windows and whole:
             return
         gave = f"{standing.samples} samples in {standing.windows} batches"
         readers = f" by {plan.readers} workers" if plan.readers > 1 else ""
+        rank, of = "", ""
+        if plan.world_size > 1:
+            rank = f" on rank {plan.rank}"
+            of = f", of {self._samples} for all {plan.world_size} processes"
         raise DataError(
-            f"{self._key}.dataset: {self._kind} has a length, for {self._samples} samples in "
-            f"{plan.windows} batches of a pass{readers}; it gave {'' if ended else 'more than '}"
-            f"{gave}. A stream without __len__ may give any number"
+            f"{self._key}.dataset: {self._kind} has a length, for {part} samples in "
+            f"{plan.own_windows} batches of a pass{readers}{rank}{of}; it gave "
+            f"{'' if ended else 'more than '}{gave}. A stream without __len__ may give any number"
         )

@@ -40,7 +40,7 @@ def check_stream(data: Data, key: str, train: bool) -> None:
             f"{data.limit} is a fraction, and how long a stream is shows at its end: give a "
             f"number of samples",
         )
-    if data.limit is not None and _goes_on_by_itself(data.first):
+    if data.limit is not None and goes_on_by_itself(data.first):
         log.warning(
             "%s.limit: a pass does not read this stream to its end, and %s, its own iterator, goes "
             "on where it was in the next one. It keeps no state (state_dict, load_state_dict): a "
@@ -55,6 +55,22 @@ def check_stream(data: Data, key: str, train: bool) -> None:
         data.check_samples(samples, key)
 
 
-def _goes_on_by_itself(stream: Any) -> bool:
+def check_shares(data: Data, key: str, world_size: int) -> None:
+    """Check that every process has a share of a batch.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    smallest = min(data.sizes.values())
+    for name, value in (("batch_size", smallest), ("limit", data.limit)):
+        if isinstance(value, int) and value < world_size:
+            raise ConfigError(
+                f"{key}.{name}",
+                f"{value} is less than the {world_size} processes, of which each reads a share of "
+                f"a stream: give at least {world_size}",
+            )
+
+
+def goes_on_by_itself(stream: Any) -> bool:
     """It is its own iterator, and nobody can ask it where it stands."""
     return hasattr(stream, "__next__") and not hasattr(stream, "state_dict")

@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from phaseloop.engine import rng
 from phaseloop.engine.data import failed
 from phaseloop.engine.data.places import placed
-from phaseloop.engine.data.plan import BatchPlan, cut
+from phaseloop.engine.data.plan import cut
+from phaseloop.engine.data.stream_plan import StreamPlan
 from phaseloop.engine.errors import ConfigError, DataError
 
 Collected = list[tuple[Any, int]]
@@ -44,13 +45,13 @@ class Order:
 
     Args:
         epoch: of the training; in a test 0, so that every test of a set is the same.
-        plan: how this process's share of a batch is cut; its ``batch_size`` is that share.
+        plan: how the pass is cut.
         limit: samples of the pass, over all workers of this process; None: all.
         drop_last: leave out a last batch that is smaller.
     """
 
     epoch: int
-    plan: BatchPlan
+    plan: StreamPlan
     limit: int | None
     drop_last: bool
 
@@ -183,9 +184,9 @@ class Pass(Iterator[Collected]):
                 raise DataError(
                     f"{self._windows.key}: beginning a pass raised StopIteration: {error}"
                 ) from error
-        plan = self._order.plan
-        samples = self._read(plan.batch_size)
-        if not samples or (self._order.drop_last and len(samples) < plan.batch_size):
+        share = self._order.plan.part(self._order.plan.batch_size)
+        samples = self._read(share)
+        if not samples or (self._order.drop_last and len(samples) < share):
             raise StopIteration
         try:
             return self._collected(samples)
@@ -213,14 +214,15 @@ class Pass(Iterator[Collected]):
 
     def _collected(self, samples: list[Any]) -> Collected:
         windows, begin = self._windows, self._count - len(samples)
-        plan = dataclasses.replace(self._order.plan, samples=len(samples))
         collected: Collected = []
-        for piece in plan.window(0).pieces:
+        for piece in self._order.plan.window_of(begin, len(samples)).pieces:
+            if not piece.weight:  # a repeat, for which nothing is made
+                continue
             # As for other data: a micro-batch's draws are not those of its last sample.
-            rng.seed_host(rng.mix(self._seed, begin + piece.start, -1))
-            batch = windows.collate(samples[piece.start : piece.stop])
+            rng.seed_host(rng.mix(self._seed, piece.start, -1))
+            batch = windows.collate(samples[piece.start - begin : piece.stop - begin])
             if windows.transform is not None and batch is not None:
-                rng.seed_host(rng.mix(self._seed, begin + piece.start, -2))
+                rng.seed_host(rng.mix(self._seed, piece.start, -2))
                 try:
                     batch = windows.transform(batch)
                 except (ConfigError, DataError) as error:
@@ -267,11 +269,11 @@ class Orders:
     """Tells readers what the pass that begins is, in other processes too.
 
     Args:
-        plans: how this process's share of a batch is cut, by the epoch from which on.
+        plans: how passes are cut, by the epoch from which on.
         limit, drop_last: see :class:`Order`.
     """
 
-    def __init__(self, plans: Mapping[int, BatchPlan], limit: int | None, drop_last: bool) -> None:
+    def __init__(self, plans: Mapping[int, StreamPlan], limit: int | None, drop_last: bool) -> None:
         self._plans = dict(plans)
         self._limit = limit
         self._drop_last = drop_last

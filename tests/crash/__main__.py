@@ -1,7 +1,8 @@
 """``python -m tests.crash``: as many kills as one likes, two at a time, and a table of them.
 
-``--kills`` says how many, ``--seed`` which; ``--again JSON`` repeats one scenario, as a failure
-prints it. ``make test-crash`` is this with 300 kills. Kills by the clock fall where they fall:
+``--kills`` says how many, ``--seed`` which, ``--processes`` on how many processes each training
+runs; ``--again JSON`` repeats one scenario, as a failure prints it. ``make test-crash`` is this
+with 300 kills, and a tenth of them on two processes. Kills by the clock fall where they fall:
 repeated, they may miss.
 """
 
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.crash.scenario import Result, play, scenarios
 
+PARTS = ("features", "ends", "processes")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,16 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="scenarios at a time")
+    parser.add_argument("--at-a-time", type=int, default=2, help="scenarios at a time")
+    parser.add_argument("--processes", type=int, default=1, help="of each training")
     parser.add_argument("--again", metavar="JSON", help="one scenario, as a failure prints it")
     parser.add_argument("--part", metavar="FILE", help=argparse.SUPPRESS)
     words = parser.parse_args(arguments)
     if words.again:
         return _again(json.loads(words.again))
     if words.part:
-        _part(words.kills, words.seed, Path(words.part))
+        _part(words.kills, words.seed, words.processes, Path(words.part))
         return 0
-    return _all(words.kills, words.seed, words.processes)
+    return _all(words.kills, words.seed, words.at_a_time, words.processes)
 
 
 def _again(scenario: dict[str, Any]) -> int:
@@ -51,16 +54,16 @@ def _again(scenario: dict[str, Any]) -> int:
     return int(bool(result.wrong))
 
 
-def _all(kills: int, first_seed: int, processes: int) -> int:
+def _all(kills: int, first_seed: int, at_a_time: int, processes: int) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(number) for number in range(processes)]
+        files = [Path(folder) / str(number) for number in range(at_a_time)]
         # Each part takes an equal share, the first ones what does not divide.
-        shares = [kills // processes + (n < kills % processes) for n in range(processes)]
+        shares = [kills // at_a_time + (n < kills % at_a_time) for n in range(at_a_time)]
         parts = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.crash", "--part", str(file), "--kills", str(share),
-                 "--seed", str(first_seed * 1000 + number)],
+                 "--seed", str(first_seed * 1000 + number), "--processes", str(processes)],
                 cwd=ROOT,
             )
             for number, (file, share) in enumerate(zip(files, shares, strict=True))
@@ -73,7 +76,7 @@ def _all(kills: int, first_seed: int, processes: int) -> int:
     return _table(found, time.monotonic() - started) or int(any(codes))
 
 
-def _part(kills: int, first_seed: int, file: Path) -> None:
+def _part(kills: int, first_seed: int, processes: int, file: Path) -> None:
     """Scenarios until so many kills are made; a line of JSON for each."""
     made, parent = 0, os.getppid()
 
@@ -82,7 +85,7 @@ def _part(kills: int, first_seed: int, file: Path) -> None:
         max_examples=100 * kills + 100, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(scenarios(most=8))
+    @given(scenarios(8, processes))
     def scenario_by_scenario(scenario: dict[str, Any]) -> None:
         nonlocal made
         if made >= kills or os.getppid() != parent:
@@ -108,7 +111,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _failure(line: dict[str, Any]) -> str:
-    scenario = json.dumps({name: line[name] for name in ("features", "ends")})
+    scenario = json.dumps({name: line[name] for name in PARTS if name in line})
     shown = "\n  ".join(line["wrong"])
     return f"DIFFERENT:\n  {shown}\nagain: python -m tests.crash --again '{scenario}'\n"
 

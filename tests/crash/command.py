@@ -11,16 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.crash.faulty_fs import Plan
-from tests.rigs import cli, process
+from tests.rigs import cli, process, ranks
 
 WORDS = ("config=crash",)
 LIMIT = 60.0
+PATIENCE = 20.0
+"""Seconds in which the other processes have to end when one has failed."""
 
 
 def lay_out(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -50,6 +53,14 @@ def main(
         sys.setprofile(None)
 
 
+def main_of_rank(
+    folder: Path, words: Sequence[str], environment: Mapping[str, str], calls: int, rank: int
+) -> None:
+    """In each of several new processes: the same; what goes wrong does so in this rank."""
+    here = os.environ["RANK"] == str(rank)
+    main(folder, words, environment if here else {}, calls if here else 0)
+
+
 def _kept(compose: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]], Any]:
     """Composing what the same words gave before: it takes longer than the training."""
 
@@ -73,6 +84,8 @@ class Command:
         faults: what goes wrong in its file system.
         calls: it is killed at this call; see :func:`tests.rigs.process.after_calls`.
         true: a process of its own from the beginning: two seconds more.
+        processes: it is so many, each started as by a launcher; with ``true`` it starts them.
+        rank: of several, the one to which faults and calls belong.
     """
 
     def __init__(
@@ -82,41 +95,96 @@ class Command:
         faults: Plan | None = None,
         calls: int = 0,
         true: bool = False,
+        processes: int = 1,
+        rank: int = 0,
     ) -> None:
         environment = faults.environment() if faults is not None else {}
         self.started = time.monotonic()
         self._true: subprocess.Popen[str] | None = None
+        self._stack = ExitStack()
         if true:
-            self._true = cli.start(words, folder, environment)
+            several = ("backend=ddp", f"backend.processes={processes}") if processes > 1 else ()
+            self._true = cli.start([*words, *several], folder, environment)
+        elif processes == 1:
+            self._forks = [process.start(main, folder, words, environment, calls)]
         else:
-            self._fork = process.start(main, folder, words, environment, calls)
+            told = (folder, words, environment, calls, rank)
+            self._forks = self._stack.enter_context(
+                ranks.started(main_of_rank, *told, processes=processes)
+            )
 
     @property
     def pid(self) -> int:
-        """Its process id."""
-        return self._fork.pid if self._true is None else self._true.pid
+        """The process id, of several processes the primary's."""
+        if self._true is None:
+            return self._forks[0].pid
+        return _ranks_below(self._true.pid).get(0, self._true.pid)
 
-    def send(self, number: int) -> None:
-        """Send it a signal."""
-        if self._true is not None:
+    def send(self, number: int, rank: int | None = None) -> None:
+        """Send it a signal, of several processes one of them or all."""
+        if self._true is None:
+            for one in self._forks if rank is None else [self._forks[rank]]:
+                one.send(number)
+        elif rank is None or rank not in (below := _ranks_below(self._true.pid)):
             self._true.send_signal(number)
         else:
-            self._fork.send(number)
+            os.kill(below[rank], number)
 
     def wait(self) -> tuple[int, str]:
         """Its exit code (minus the number of the signal that ended it), and what it printed."""
+        (one,) = self.ends()
+        return one
+
+    def ends(self) -> list[tuple[int, str]]:
+        """The same of each of its processes, by rank; of a true one its own.
+
+        Raises:
+            AssertionError: it hangs, or one has failed and another does not end with it.
+        """
         if self._true is None:
-            ended = self._fork.wait(LIMIT)
-            return ended.code, ended.output
+            with self._stack:
+                return _ends(self._forks)
         try:
             output, _ = self._true.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             self._true.send_signal(signal.SIGABRT)
             self._true.kill()
             raise AssertionError(f"the command hangs:\n{self._true.communicate()[0]}") from None
-        return self._true.returncode, output
+        return [(self._true.returncode, output)]
+
+
+def _ends(running: list[process.Running]) -> list[tuple[int, str]]:
+    ended: dict[int, process.Ended] = {}
+    until = time.monotonic() + LIMIT
+    while len(ended) < len(running):
+        for rank, one in enumerate(running):
+            if rank not in ended and (found := one.ended(0.02)) is not None:
+                ended[rank] = found
+                if found.code:  # no launcher is there to end the others
+                    until = min(until, time.monotonic() + PATIENCE)
+        if time.monotonic() > until:
+            left = [rank for rank in range(len(running)) if rank not in ended]
+            for rank in left:
+                running[rank].dump()
+            time.sleep(0.2)
+            shown = ranks.outputs(
+                [running[n].kill() if n in left else ended[n].output for n in range(len(running))]
+            )
+            raise AssertionError(f"rank {left} hangs:\n{shown}")
+    return [(ended[rank].code, ended[rank].output) for rank in range(len(running))]
+
+
+def _ranks_below(launcher: int) -> dict[int, int]:
+    """Process ids by rank of those that a true command line has started."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if line.startswith(b"RANK="):
+                found[int(line.removeprefix(b"RANK="))] = int(pid)
+    return found
 
 
 def run(folder: Path, words: Sequence[str] = WORDS, **options: Any) -> tuple[int, str]:
-    """A command line, to its end."""
-    return Command(folder, words, **options).wait()
+    """A command line, to its end; of several processes the first one that failed."""
+    ends = Command(folder, words, **options).ends()
+    return next((end for end in ends if end[0]), ends[0])

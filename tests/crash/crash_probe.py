@@ -55,9 +55,17 @@ class CrashData(r1.Samples):
 
 
 class _Slow:
-    """Takes its time over each sample of a stream."""
+    """Takes its time over each sample of a stream, of which each process reads its part."""
 
     seconds: float
+    rank, world_size = 0, 1
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def order(self) -> list[int]:
+        order: list[int] = super().order()  # type: ignore[misc]
+        return order[self.rank :: self.world_size]
 
     def __iter__(self) -> Iterator[Any]:
         iterator = super().__iter__()  # type: ignore[misc]

@@ -54,12 +54,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 STREAMS = {"stream": "crash_stream", "buffered": "crash_buffered"}
 
 
-def drawn(random: Random) -> dict[str, Any]:
-    """One of each, of those that can be had together."""
-    return settled({name: random.choice(values) for name, values in CHOICES.items()})
+def drawn(random: Random, processes: int = 1) -> dict[str, Any]:
+    """One of each, of those that can be had together on so many processes."""
+    return settled({name: random.choice(values) for name, values in CHOICES.items()}, processes)
 
 
-def settled(f: dict[str, Any]) -> dict[str, Any]:
+def settled(f: dict[str, Any], processes: int = 1) -> dict[str, Any]:
     """The same, without what cannot be had with the rest."""
     f = {**{name: values[0] for name, values in CHOICES.items()}, **f}
     plain = {name: values[0] for name, values in CHOICES.items()}
@@ -82,6 +82,8 @@ def settled(f: dict[str, Any]) -> dict[str, Any]:
     if f["norm"] != "none":  # a micro-batch of one sample has no variance
         f["pieces"] = "whole" if f["pieces"] in ("micro 3", "micro 2") else f["pieces"]
         f["data"] = "plain" if f["data"] in ("sizes", "limit") else f["data"]
+        if processes > 1:  # nor has a share of two in two pieces
+            leave_out("pieces")
     if f["test"] == "none":
         leave_out("early_stop", "keep_best")
         f["schedule"] = "none" if f["schedule"] == "plateau" else f["schedule"]

@@ -56,29 +56,37 @@ ENDS: dict[str, dict[str, tuple[Any, ...]]] = {
 # Half of them kills, in saves above all.
 _OFTEN = ("kill", "kill in slow saves", "kill at a call", *("kill at an operation",) * 5)
 
+_ANYWHERE = ("kill", "kill at a call", "SIGTERM", "Ctrl-C", "Ctrl-C twice", "SIGHUP")
+"""Ends that come to any of several processes, or to all; the primary alone writes to the disk."""
+
 _SIGNALS = {"kill": KILL, "SIGTERM": TERM, "Ctrl-C": INT, "SIGHUP": HUP}
 _FAULTS = {"error": "error", "short write": "short", "disk full": "full"}
 
 
-def scenarios(most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """A training and up to ``most`` ends of it.
+def scenarios(most: int, processes: int = 1) -> st.SearchStrategy[dict[str, Any]]:
+    """A training on so many processes and up to ``most`` ends of it.
 
     By a generator that hypothesis gives: of single choices it likes to make the same again, and
     its scenarios would be alike.
     """
-    return st.randoms(use_true_random=True).map(lambda random: drawn(random, most))
+    return st.randoms(use_true_random=True).map(lambda random: drawn(random, most, processes))
 
 
-def drawn(random: Random, most: int) -> dict[str, Any]:
+def drawn(random: Random, most: int, processes: int = 1) -> dict[str, Any]:
     """The same, by this generator."""
-    ends = [_drawn_end(random) for _ in range(random.randint(1, most))]
-    return {"features": features.drawn(random), "ends": ends}
+    ends = [_drawn_end(random, processes) for _ in range(random.randint(1, most))]
+    made = {"features": features.drawn(random, processes), "ends": ends}
+    return made if processes == 1 else {**made, "processes": processes}
 
 
-def _drawn_end(random: Random) -> dict[str, Any]:
+def _drawn_end(random: Random, processes: int) -> dict[str, Any]:
     way = random.choice((*ENDS, *_OFTEN))
     more = {name: random.choice(values) for name, values in ENDS[way].items()}
-    return {"way": way, "at": round(random.random(), 3), **more}
+    end = {"way": way, "at": round(random.random(), 3), **more}
+    if processes > 1 and way in _ANYWHERE:
+        everywhere = () if way == "kill at a call" else (None,)
+        end["rank"] = random.choice((*everywhere, *range(processes)))
+    return end
 
 
 @dataclass
@@ -105,7 +113,7 @@ def play(folder: Path, scenario: dict[str, Any], true: bool = False) -> Result:
         folder: an empty one.
         true: every command line is a process of its own from the beginning.
     """
-    whole = Undisturbed(folder / "whole", scenario["features"])
+    whole = Undisturbed(folder / "whole", scenario["features"], scenario.get("processes", 1))
     rough = command.lay_out(folder / "rough", config(scenario["features"]))
     for file in whole.folder.glob("composed-*"):
         shutil.copy(file, rough)
@@ -116,7 +124,7 @@ def play(folder: Path, scenario: dict[str, Any], true: bool = False) -> Result:
         if done or result.wrong:
             break
     if not done and not result.wrong:
-        code, output = command.run(rough, true=true)
+        code, output = command.run(rough, true=true, processes=whole.processes)
         if code != 0:
             result.wrong.append(f"the last command line ended with {code}:\n{output}")
     if not result.wrong:
@@ -129,15 +137,18 @@ class Undisturbed:
     """The run that nobody disturbs.
 
     Attributes:
+        processes: of each command line.
         seconds: how long it took.
         updates: it made.
         operations: on the file system.
     """
 
-    def __init__(self, folder: Path, given: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, given: dict[str, Any], processes: int = 1) -> None:
         self.folder = command.lay_out(folder, config(given))
+        self.processes = processes
         log = folder / "operations"
-        code, output = command.run(self.folder, faults=Plan(str(folder / "run"), log=str(log)))
+        faults = Plan(str(folder / "run"), log=str(log))
+        code, output = command.run(self.folder, faults=faults, processes=processes)
         assert code == 0, f"the undisturbed run ended with {code}:\n{output}"
         status = json.loads((folder / "run" / "status.json").read_text())
         self.seconds, self.updates = float(status["seconds"]), int(status["updates"])
@@ -176,24 +187,40 @@ def _broken_off(
         faults = Plan(run, do=end["do"], at=operation)
     elif way == "kill at a call":
         calls = 1 + int(at * CALLS)
-    started = Command(folder, faults=faults, calls=0 if true else calls, true=true)
+    several = {"processes": whole.processes, "rank": end.get("rank") or 0}
+    started = Command(folder, faults=faults, calls=0 if true else calls, true=true, **several)
     if (number := _SIGNALS.get(way.split(" in ")[0].removesuffix(" twice"))) is not None:
         time.sleep(end["at"] * _START + at * seconds + (2.5 if true else 0))
-        started.send(number)
+        started.send(number, end.get("rank"))
         if "twice" in way:
             time.sleep(end["pause"])
-            started.send(number)
-    code, output = started.wait()
+            started.send(number, end.get("rank"))
+    pid = started.pid
+    ends = started.ends()
+    code, output = _of_all(ends, end.get("rank", 0))
     if code != 0:
         result.ends[way] += 1
         result.kills += code == -KILL
         result.inside += code == -KILL and left_over(folder / "run")
     told = f"after {json.dumps(end)}, which ended with {code}"
+    if true and whole.processes > 1 and way.startswith("kill") and code == 1:
+        code = -KILL  # of one of them, which the launcher tells in its own way
     found = [*wrong_code(way, code, output), *wrong_folder(folder / "run")]
-    if code in SAVED and "twice" not in way:  # which may have left at once, unsaved
-        found += _not_saved(folder, started.pid)
+    saved = all(one in SAVED for one, _ in ends)
+    if saved and "twice" not in way:  # which may have left at once, unsaved
+        found += _not_saved(folder, pid)
+    if code == 0 and any(others := [one for one, _ in ends]):
+        found.append(f"it has ended well, and others have not: {others}")
     result.wrong += [f"{told}: {what}" for what in found]
     return code == 0
+
+
+def _of_all(ends: list[tuple[int, str]], rank: int | None) -> tuple[int, str]:
+    """How a command line ended that may be several processes: as the one did that was disturbed.
+
+    Where all were, one that the signal ended; what the others met with then follows from that.
+    """
+    return min(ends) if rank is None else ends[rank if rank < len(ends) else 0]
 
 
 # --- what has to hold whenever a process is gone ---

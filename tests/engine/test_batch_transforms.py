@@ -244,7 +244,9 @@ def test_a_batch_in_several_pieces_gets_one_warning(
 ) -> None:
     train(task(batch_transform=MixUp(CLASSES), **options))
     found = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [f"cut into {pieces}:" in text for text in found] == [True] * bool(pieces)
+    assert [
+        f"cut into {pieces} pieces, and data.train.batch_transform" in text for text in found
+    ] == [True] * bool(pieces)
 
 
 def test_none_from_collate_is_not_transformed() -> None:

@@ -101,6 +101,37 @@ def test_any_cut_gives_the_same_order(cuts: list[int]) -> None:
         assert one.slice(first, min(first + 20, 203)).tolist() == whole[first : first + 20]
 
 
+@pytest.mark.parametrize("processes", [2, 5, 40])
+def test_shares_of_batches_are_picked_out_of_the_same_order(processes: int) -> None:
+    """In blocks of 16: one is come back to often, or never."""
+    mix = mixed({"a": 5, "b": 30, "c": 1}, {"b": 4.0}, epoch_samples=403)
+    whole = order(mix).slice(0, 403)
+    for rank in {0, 1, processes - 1}:
+        one = order(mix)
+        for start in range(rank, 403, processes):
+            assert one.slice(start, start + 1).tolist() == [int(whole[start])]
+    one = order(mix)
+    for start in range(7, 360, 47):  # over the border of two blocks
+        assert torch.equal(one.slice(start, start + 12), whole[start : start + 12])
+
+
+@pytest.mark.usefixtures("whole_blocks")
+def test_a_share_does_not_cost_what_a_block_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a thousand processes jumps from block to block, and needs a few of each."""
+    asked: list[int] = []
+    taken = mixes.Passes.slice
+
+    def slice_(self: mixes.Passes, start: int, stop: int) -> Tensor:
+        asked.append(stop - start)
+        return taken(self, start, stop)
+
+    monkeypatch.setattr(mixes.Passes, "slice", slice_)
+    one = order(mixed({"a": 10**6, "b": 10**6}))
+    for start in range(100, 10**6, 65536):
+        one.slice(start, start + 66)
+    assert sum(asked) == 66 * len(range(100, 10**6, 65536))
+
+
 def test_the_order_depends_on_seed_epoch_and_roll_backs() -> None:
     mix = mixed({"a": 50, "b": 30})
     base = order(mix).slice(0, 80).tolist()

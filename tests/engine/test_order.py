@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from phaseloop.engine.data.order import (
     KeyedPermutation,
     Permutation,
     Sequential,
+    chosen,
     epoch_order,
 )
 
@@ -87,6 +89,19 @@ def test_a_slice_agrees_with_the_whole(kind: str, samples: int, data: Any) -> No
     stop = data.draw(st.integers(start, samples))
     order = KINDS[kind](samples, 5)
     assert torch.equal(order.slice(start, stop), order.slice(0, samples)[start:stop])
+
+
+def test_a_limit_costs_eight_bytes_for_each_sample_that_is_left() -> None:
+    chosen(HUGE, 10, 0)
+    tracemalloc.start()
+    left = chosen(HUGE, 3 * 2**20, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert left is not None and len(left) == 3 * 2**20
+    # Torch's memory is not traced: what is seen is NumPy's, which works in pieces.
+    assert peak < 10 * 8 * 2**20
+    kept = KeyedPermutation(HUGE, 0).slice(0, 3 * 2**20)
+    assert torch.equal(left, kept.sort().values)
 
 
 def test_beyond_the_limit_windows_hold_distinct_samples_in_range() -> None:

@@ -102,6 +102,20 @@ def test_any_cut_gives_the_same_order(sampler: Sampler) -> None:
         assert orders.order(0, 1).slice(cuts[1], 75).tolist() == whole[cuts[1] :]
 
 
+@pytest.mark.parametrize("block", [3, 6, 30, samplers._BLOCK])
+@pytest.mark.parametrize("processes", [2, 7, 25])
+def test_shares_of_batches_are_picked_out_of_the_same_order(
+    block: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "_BLOCK", block)
+    orders = Sampler("balanced", per_class=40).orders(Labelled(), None, "key")
+    whole = orders.order(0, 1).slice(0, orders.samples)
+    for width in (1, 4):
+        one = orders.order(0, 1)
+        for start in range(1, orders.samples - width, processes):
+            assert torch.equal(one.slice(start, start + width), whole[start : start + width])
+
+
 @pytest.mark.parametrize("kind", ["balanced", "weighted"])
 def test_orders_depend_on_seed_and_epoch(kind: str) -> None:
     base = drawn(Sampler(kind))

@@ -55,7 +55,10 @@ def run(words: Sequence[str], cwd: Path, timeout: float = 120) -> subprocess.Com
 
 
 def start(
-    words: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
+    words: Sequence[str],
+    cwd: Path,
+    variables: Mapping[str, str] | None = None,
+    start_new_session: bool = False,
 ) -> subprocess.Popen[str]:
     """The same, not waited for, with further variables in its environment."""
     return subprocess.Popen(
@@ -65,4 +68,5 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=start_new_session,
     )

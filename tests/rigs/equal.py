@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phaseloop.engine.checkpoint import store
+from phaseloop.engine.checkpoint import rank_state, store
 from phaseloop.engine.checkpoint.contents import MODEL, STATE
 from tests.rigs import process, r1
 
@@ -116,8 +117,11 @@ def differences(reference: Path, folder: Path) -> Iterator[str]:
     yield from differ("state", _comparable(state_of(a)), _comparable(state_of(b)))
     yield from differ("status", _status(reference), _status(folder))
     yield from differ("rows", rows(reference), rows(folder))
-    if probe_of(reference).exists():
-        yield from _probes_differ(probe_of(reference), probe_of(folder))
+    for rank in itertools.count():
+        one, other = (r1.probe_of_rank(probe_of(run), rank) for run in (reference, folder))
+        if not one.exists():
+            break
+        yield from _probes_differ(one, other)
 
 
 def differ(path: str, a: Any, b: Any) -> Iterator[str]:
@@ -154,7 +158,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """The best checkpoints without their names, which count the saves."""
+    """The best checkpoints without their names, which count the saves; ranks by their own."""
+    ranks = [rank_state.of_rank(state, rank) for rank in range(1, rank_state.count(state))]
+    state = {**state, "others": ranks}
     hooks = dict(state["hooks"])
     if "checkpoint" in hooks:
         best = [entry[:3] for entry in hooks["checkpoint"]["best"]]

@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # those after it when they start or draw: one more; a bucket, s3fs: half of one; torchmetrics: two.
 PRELOADED = ("pytest", "phaseloop.engine.task", "phaseloop.hooks", "phaseloop.train_steps",
              "phaseloop.tools.jobs", "phaseloop.tools.run", "hydra", "tests.rigs.r1",
-             "tests.crash.command", "torch._dynamo", "torch.utils.tensorboard",
-             "matplotlib.backends.backend_agg", "s3fs", "torchmetrics.classification")  # fmt: skip
+             "phaseloop.engine.backends.launch", "tests.crash.command", "torch._dynamo",
+             "torch.utils.tensorboard", "matplotlib.backends.backend_agg", "s3fs",
+             "torchmetrics.classification")  # fmt: skip
 LIMIT = 60.0
 """Seconds that a process gets before it counts as hanging; far more than any needs."""
 

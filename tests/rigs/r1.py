@@ -33,6 +33,7 @@ from phaseloop import (
     Trainer,
     Warmup,
 )
+from phaseloop.engine.backends import Ddp
 from phaseloop.engine.events import EVENTS
 from phaseloop.engine.schedules import composite, constant, cosine, multi_step
 from phaseloop.hooks import (
@@ -42,6 +43,7 @@ from phaseloop.hooks import (
     meter_sync,
     metrics_file,
     non_finite,
+    row_sync,
 )
 from tests.rigs import process
 
@@ -168,6 +170,7 @@ def make_task(
         "train": Data(Samples(augment=augment), BATCH, workers=workers, **(data or {})),
         "phases": phases if isinstance(phases, list) else Phases(epochs=epochs, **(phases or {})),
         "train_meters": {"accuracy": Accuracy()},
+        "backend": Ddp() if "RANK" in os.environ else None,  # started by tests.rigs.ranks
     }
     if test:
         settings["test"] = (
@@ -199,6 +202,7 @@ def make_hooks(
         "barrier": barrier.Barrier(),
         "learning_rate": learning_rate.LearningRate(),
         "non_finite": non_finite.NonFinite(),
+        "row_sync": row_sync.RowSync(),
         "metrics_file": metrics_file.MetricsFile(),
         "checkpoint": checkpoint.Checkpoint(**(save or {})),
     }
@@ -258,7 +262,7 @@ class Probe(Hook):
     every update and in test phases too.
 
     Args:
-        path: the file.
+        path: the file; of several processes each but the first has one of its own beside it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -267,6 +271,8 @@ class Probe(Hook):
         self._rates: list[float] = []
 
     def on_start(self, task: Task) -> None:
+        if task.backend.rank:
+            self.path = probe_of_rank(self.path, task.backend.rank)
         for opt in task.optimizers.values():
             opt.register_step_pre_hook(self._note_rates)
         self._write(task, "resumed" if task.resumed else "started")
@@ -307,6 +313,11 @@ class Probe(Hook):
             file.write(json.dumps(line).encode() + b"\n")
 
 
+def probe_of_rank(probe: Path, rank: int) -> Path:
+    """Where a rank writes, of several processes."""
+    return probe.with_name(f"{probe.name}.{rank}") if rank else probe
+
+
 def lines(probe: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """What a probe wrote, of one kind or all."""
     found = [json.loads(line) for line in probe.read_text().splitlines()]
@@ -340,6 +351,7 @@ class At(Hook):
         position: batches of the phase that are done; None: whatever.
         in_flight: also while a checkpoint is being written; else that is waited for first, so
             that one knows which is the newest.
+        rank: only in this one of several processes; None: in all.
     """
 
     saves = True  # only so may it stand behind the checkpoint hook
@@ -354,7 +366,9 @@ class At(Hook):
         order: int = Order.CHECKPOINT,
         position: int | None = None,
         in_flight: bool = False,
+        rank: int | None = None,
     ) -> None:
+        self.rank = rank
         self.event = event
         self.updates = updates
         self.action = action
@@ -368,6 +382,8 @@ class At(Hook):
         if self.done or event != self.event or task.progress.updates != self.updates:
             return
         if task.phase.name != self.phase or self.position not in (None, task.phase.position):
+            return
+        if self.rank not in (None, task.backend.rank):
             return
         self.done = True
         if not self.in_flight:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from phaseloop.engine.backends import Ddp
 from tests.rigs import process
 from tests.rigs.process import Ended, Running
 
@@ -117,6 +118,14 @@ def wait(running: list[Running], limit: float = process.LIMIT) -> list[Ended]:
 def outputs(texts: list[str]) -> str:
     """The outputs of all ranks, one after another."""
     return "\n".join(f"--- rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+# --- inside the processes ---
+
+
+def ddp(**options: Any) -> Ddp:
+    """Backend ``ddp`` on the CPU."""
+    return Ddp("cpu", **options)
 
 
 def _as_rank(

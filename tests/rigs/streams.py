@@ -72,6 +72,63 @@ class Stateful(Stream):
         self.start = state["position"]
 
 
+@register_dataset("r1_shared")
+class Shared(Stateful):
+    """The same, of which each process reads its part: every n-th sample, or as many as is said.
+
+    Args:
+        counts: samples of each process, one after another in the order; None: every n-th.
+    """
+
+    def __init__(self, *args: Any, counts: tuple[int, ...] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counts = counts
+        self.rank, self.world_size = 0, 1
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def order(self) -> list[int]:
+        order = [(7 * i + self.epoch) % self.count for i in range(self.count)]
+        if self.counts is None:
+            order = order[self.rank :: self.world_size]
+        else:
+            first = sum(self.counts[: self.rank])
+            order = order[first : first + self.counts[self.rank]]
+        info = get_worker_info()
+        return order if info is None else order[info.id :: info.num_workers]
+
+
+class SharedPlain(Shared):
+    """The same without a state."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+class SharedWithLength(Shared):
+    """The same, which says how long it is: ``claims``, by rank where there are several."""
+
+    def __init__(self, count: int, claims: tuple[int, ...] | None = None, **options: Any) -> None:
+        super().__init__(count, **options)
+        self.claims = (count,) if claims is None else claims
+
+    def __len__(self) -> int:
+        return self.claims[self.rank % len(self.claims)]
+
+
+class SharedOnce(Shared):
+    """One process has samples in the first epoch only."""
+
+    def __init__(self, *args: Any, once: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.once = once
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def order(self) -> list[int]:
+        return [] if self.rank == self.once and self.epoch > 1 else super().order()
+
+
 class Buffered(Stream):
     """Shuffles through a buffer, and keeps its state in its iterator."""
 

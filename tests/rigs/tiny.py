@@ -5,6 +5,7 @@ A command line names it by ``imports: [tests.rigs.tiny]`` and ``config=tiny`` (s
 
 import os
 import random
+import signal
 import time
 
 import torch
@@ -96,3 +97,36 @@ class Fault(Hook):
     def on_step(self, task) -> None:
         if task.progress.updates == 3:
             raise ValueError("planted fault")
+
+
+@register_hook("tiny_rank_fault")
+class RankFault(Hook):
+    """Ends one process of several, or sends it a signal, after an update.
+
+    Args:
+        how: ``raise``, ``exit`` or the name of a signal.
+        rank: of the process.
+        update: after which.
+        once: not in a process that was started again.
+    """
+
+    only_watches = True
+
+    def __init__(self, how: str, rank: int = 1, update: int = 3, once: bool = False) -> None:
+        self.how = how
+        self.rank = rank
+        self.update = update
+        self.once = once
+
+    def on_step(self, task) -> None:
+        if not task.train or task.backend.rank != self.rank:
+            return
+        if task.progress.updates != self.update:
+            return
+        if self.once and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            return
+        if self.how == "raise":
+            raise ValueError("planted fault")
+        if self.how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.Signals[self.how])

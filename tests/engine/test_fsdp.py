@@ -1,0 +1,124 @@
+"""Backend fsdp: the mathematics of one process on any number, and whole tensors on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phaseloop.hooks.average import Average
+from tests.rigs import equal, process, r1, ranks, sharded
+
+TOLERANCE = 1e-10
+"""Of what float64 sums in another order."""
+
+
+def alone(folder: Path, **options: Any) -> dict[str, Any]:
+    """What one process makes of it, in a new process."""
+    result: dict[str, Any] = process.result(sharded.train, folder / "alone", **options)
+    return result
+
+
+def together(folder: Path, count: int = 2, **options: Any) -> list[dict[str, Any]]:
+    """What several make of it, by rank."""
+    return ranks.results(
+        sharded.train, folder / "together", processes=count, backend="fsdp", **options
+    )
+
+
+def assert_close(folder: Path, one: dict[str, Any], several: list[dict[str, Any]]) -> None:
+    a, b = sharded.saved(folder / "alone"), sharded.saved(folder / "together")
+    assert sharded.furthest(a, b) < TOLERANCE
+    for each in several:
+        assert sharded.furthest(one, each) < TOLERANCE
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_processes_train_as_one_whatever_the_shapes(tmp_path: Path, count: int) -> None:
+    options = {"test": 5}
+    one = alone(tmp_path, **options)
+    # Different weights at first: those of the primary are everyone's.
+    several = together(tmp_path, count, seed=[0, 1, 2], **options)
+    assert_close(tmp_path, one, several)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro": 1, "optimizer": "adamw", "clip": {"clip_norm": 0.5}},
+        {"micro": 1, "clip": {"clip_norm": 0.5, "norm_type": float("inf")}},
+        {"optimizer": "adagrad", "clip": {"clip_value": 0.01, "clip_norm": 0.05, "norm_type": 1}},
+    ],
+)
+def test_windows_and_clipping(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+def test_averages_are_those_of_one_process_and_are_tested(tmp_path: Path) -> None:
+    options = {"test": 5, "hooks": {"average": Average(decay=0.5)}}
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"reduce_each": True},
+        {"reshard_after_forward": False, "reduce_unused": True},
+        {"reshard_after_forward": True, "shard": ["last", "blocks.0"]},
+    ],
+)
+def test_no_option_changes_the_mathematics(tmp_path: Path, backend: dict[str, Any]) -> None:
+    options = {"micro": 1, "test": 3, "epochs": 1}
+    one = alone(tmp_path, **options)
+    assert_close(tmp_path, one, together(tmp_path, options=backend, **options))
+
+
+# --- checkpoints ---
+
+
+def ways(folder: Path, way: tuple[str, int], function: Any, **options: Any) -> list[Any]:
+    """``function`` of the rig on one backend and number of processes, by rank."""
+    backend, count = way
+    if count == 1:
+        return [process.result(function, folder, backend=backend, **options)]
+    return ranks.results(function, folder, processes=count, backend=backend, **options)
+
+
+def test_a_checkpoint_loads_anywhere_to_the_bit_and_goes_on_as_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": "adamw", "clip": {"clip_norm": 0.5}}
+
+    def average() -> dict[str, Any]:
+        return {"hooks": {"average": Average(decay=0.5)}, **options}
+
+    process.result(sharded.train, tmp_path / "whole", epochs=2, **average())
+    end = sharded.saved(tmp_path / "whole")
+    made: dict[tuple[str, int], Path] = {}
+    for source, targets in {
+        ("fsdp", 2): [("single", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 2)],
+        ("single", 1): [("fsdp", 2)],
+        ("ddp", 2): [("fsdp", 3)],
+    }.items():
+        made[source] = tmp_path / f"{source[0]}{source[1]}"
+        ways(made[source], source, sharded.train, epochs=1, **average())
+        before = sharded.saved(made[source])
+        for target in targets:
+            folder = tmp_path / f"{source[0]}{source[1]}-{target[0]}{target[1]}"
+            shutil.copytree(made[source], folder)
+            for seen in ways(folder, target, sharded.taken, epochs=2, **average()):
+                assert not list(equal.differ("", before, seen)), (source, target)
+            assert sharded.furthest(end, sharded.saved(folder)) < TOLERANCE, (source, target)
+
+
+@pytest.mark.parametrize("kill", [r1.At("on_step", 5), r1.At("on_gradients", 6)])
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, kill: r1.At) -> None:
+    options: dict[str, Any] = {"backend": "fsdp", "micro": 1, "test": 5, "epochs": 2,
+                               "save": {"every_updates": 2}}  # fmt: skip
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    ranks.results(sharded.train, whole, hooks={"average": Average()}, **options)
+    ended = ranks.run(sharded.train, broken, hooks={"average": Average(), "kill": kill}, **options)
+    assert [one.code for one in ended] == [-9, -9]
+    ranks.results(sharded.train, broken, hooks={"average": Average()}, **options)
+    equal.assert_eq(whole, broken)

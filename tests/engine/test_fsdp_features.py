@@ -1,0 +1,209 @@
+"""Backend fsdp with what changes parameters, gradients, or who goes through the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phaseloop import Hook, LossScale, ModelOptions, Precision, Weights
+from phaseloop.engine.model_options import Compile
+from phaseloop.hooks.freeze import Freeze
+from phaseloop.hooks.gradient_norm import GradientNorm
+from phaseloop.hooks.precise_bn import PreciseBN
+from tests.engine.test_fsdp import TOLERANCE, alone, assert_close, together
+from tests.rigs import equal, process, ranks, sharded
+
+MODEL_OPTIONS = ModelOptions(checkpoint=["blocks.*"], compile=Compile(backend="eager"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hooks": {"freeze": Freeze(["blocks.0", "first.*"], first_updates=3)}},
+        {"freeze": ["blocks.*", "scale"], "optimizer": "adamw"},
+        {"model_options": MODEL_OPTIONS, "micro": 1},
+        {"hooks": {"gradient_norm": GradientNorm(per_parameter=True)}},
+    ],
+    ids=["frozen_at_first", "frozen_for_good", "recomputed_and_compiled", "norms"],
+)
+def test_as_with_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+class GoBack(Hook):
+    """Asks for the run's newest checkpoint once, in the middle of an update."""
+
+    saves = True
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_gradients(self, task: Any) -> None:
+        if not self.done and task.progress.updates == 5:
+            self.done = True
+            task.roll_back("the test asked for it", 1)
+
+
+def test_a_roll_back_takes_a_checkpoint_back(tmp_path: Path) -> None:
+    options = {"hooks": {"back": GoBack()}, "save": {"every_updates": 2}, "optimizer": "adamw"}
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+def test_batch_norms_have_the_statistics_that_they_have_with_ddp(tmp_path: Path) -> None:
+    """Those of each share, which more processes cut smaller; buffers are the primary's."""
+    options: dict[str, Any] = {
+        "net": {"batch_norm": True}, "test": 7, "hooks": {"precise_bn": PreciseBN(batches=3)},
+    }  # fmt: skip
+    ddp = ranks.results(sharded.train, tmp_path / "alone", backend="ddp", **options)
+    assert_close(tmp_path, ddp[0], together(tmp_path, **options))
+
+
+# --- two networks that take turns ---
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator: no forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+class Losses(nn.Module):
+    """Least squares; with a parameter of its own, which is whole everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.margin = nn.Parameter(torch.ones(()))
+
+    def generator(self, model: Pair, batch: Any) -> Tensor:
+        return (model.discriminator(model.generator(batch.input)) - 1).square().mean()
+
+    def discriminator(self, model: Pair, batch: Any) -> Tensor:
+        made = model.discriminator(model.generator(batch.input).detach())
+        return (
+            model.discriminator(batch.target) - self.margin
+        ).square().mean() + made.square().mean()
+
+
+def pair_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    assert isinstance(model, Pair)
+    return {
+        "generator": torch.optim.SGD(model.generator.parameters(), lr=0.1),
+        "discriminator": torch.optim.SGD(model.discriminator.parameters(), lr=0.1),
+    }
+
+
+def test_networks_that_take_turns_are_units_of_their_own(tmp_path: Path) -> None:
+    options = {"model": Pair, "make": pair_optimizers, "criterion": Losses, "test": 5,
+               "train_step": "alternating", "every": {"generator": 2}}  # fmt: skip
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+# --- precision ---
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    """bfloat16 has 8 bits: sums of 6 samples that are rounded in another order differ by 2**-8."""
+    options: dict[str, Any] = {"precision": "bfloat16", "epochs": 1}
+    alone(tmp_path, **options)
+    together(tmp_path, **options)
+    a, b = sharded.saved(tmp_path / "alone"), sharded.saved(tmp_path / "together")
+    assert b["model"]["first.weight"].dtype == torch.float32
+    assert sharded.furthest(a["model"], b["model"]) < 2**-8
+
+
+def test_an_overflow_on_one_process_is_one_for_all(tmp_path: Path) -> None:
+    """At first 2**24, which no gradient in float16 survives (65504 is its largest number), and
+    which is halved at each overflow. A mean over half as many samples has gradients of twice the
+    size at each of them, so that two processes may halve it once more than one."""
+    options: dict[str, Any] = {
+        "precision": Precision("float16", LossScale(initial=2.0**24)), "epochs": 4,
+    }  # fmt: skip
+    alone(tmp_path, **options)
+    several = together(tmp_path, **options)
+    skipped = [equal.rows(tmp_path / name) for name in ("alone", "together")]
+    counts = [sum(row.get("event") == "skip" for row in rows) for rows in skipped]
+    assert counts[0] > 2 and counts[1] - counts[0] in (0, 1)
+    # Updates that counted: all windows but the skipped ones, on each.
+    assert [one["updates"] for one in several] == [4 * 4 - counts[1]] * 2
+
+
+# --- not finite ---
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_what_one_process_finds_not_finite_all_skip(tmp_path: Path, backend: str) -> None:
+    options = {"poison": 17, "policy": "skip", "micro": 1}
+    alone(tmp_path, **options)
+    ranks.results(sharded.train, tmp_path / "together", backend=backend, **options)
+    a, b = sharded.saved(tmp_path / "alone"), sharded.saved(tmp_path / "together")
+    assert sharded.furthest(a, b) < TOLERANCE
+    one, several = (
+        [row for row in equal.rows(tmp_path / name) if row.get("event") == "skip"]
+        for name in ("alone", "together")
+    )
+    # Two epochs; the sample is named, whichever process had it.
+    assert one == several and len(one) == 2 and "samples 17" in one[0]["reason"]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_what_one_process_finds_not_finite_ends_all_with_the_same_words(
+    tmp_path: Path, backend: str
+) -> None:
+    ended = ranks.run(sharded.train, tmp_path / "run", backend=backend, poison=17, micro=1)
+    assert [one.code for one in ended] == [1, 1]
+    said = [one.output.partition("NonFiniteError: ")[2].splitlines()[0] for one in ended]
+    assert said[0] == said[1] and "samples 17" in said[0]
+
+
+# --- weights ---
+
+
+def test_initial_weights_are_cut_as_they_are_loaded(tmp_path: Path) -> None:
+    process.result(sharded.train, tmp_path / "before", epochs=1, seed=3)
+    options = {"weights": Weights(str(tmp_path / "before"))}
+    assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+# --- what is refused ---
+
+
+def early(folder: Path, **options: Any) -> None:
+    """A task with an optimizer that was made too early."""
+    task = sharded.task(folder, **options)
+    task.given_optimizer = torch.optim.SGD(task.bare_model.parameters(), lr=0.1)
+    task.build()
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+class CallsAPart:
+    """A step that calls what is no unit."""
+
+    def __call__(self, task: Any) -> None:
+        task.bare_model.last(task.next_batch().input)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        (early, {}, "optimizer: it was made for the whole parameters"),
+        (sharded.train, {"make": adafactor}, "optimizer: Adafactor cannot work on parts"),
+        (sharded.train, {"train_step": CallsAPart()}, "name the part in backend.shard"),
+    ],
+    ids=["instance", "adafactor", "part"],
+)
+def test_what_cannot_be_is_said(
+    tmp_path: Path, function: Any, options: dict[str, Any], words: str
+) -> None:
+    ended = ranks.run(function, tmp_path / "run", backend="fsdp", **options)
+    assert all(one.code for one in ended)
+    assert words in ended[0].output

@@ -1,0 +1,270 @@
+"""Launch: real processes of tiny scripts; however they end, all of them do, and it is said once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phaseloop.engine.backends import forwarding, launch
+from phaseloop.engine.starting import Starting
+from tests.rigs import process
+
+HEAD = """\
+import os, signal, sys, time
+from phaseloop.engine import outcomes
+from phaseloop.tools.worker import end_with
+
+end_with(int(os.environ["PHASELOOP_PARENT"]))
+RANK = int(os.environ["RANK"])
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def here(name):
+    with open(name + str(RANK), "a") as file:
+        file.write(str(os.getpid()) + "\\n")
+
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+
+def fail(error, code=1):
+    try:
+        raise error
+    except Exception as error:
+        import traceback
+        outcomes.say(error, code, traceback.format_exc() if code == 1 else str(error))
+    sys.exit(code)
+"""
+
+
+def launched(script: str, folder: Path, restarts: int = 0, to_leave: float = 5.0) -> int:
+    """In a new process: two processes of a script in ``folder``; the launcher's exit code."""
+    forwarding._TO_LEAVE = to_leave
+    launch._PATIENCE = 3.0
+    os.chdir(folder)
+    file = folder / "script.py"
+    file.write_text(HEAD + textwrap.dedent(script))
+    os.environ["PYTHONPATH"] = str(process.ROOT)
+    return launch.launch([sys.executable, str(file)], Starting(processes=2, restarts=restarts))
+
+
+def pids(folder: Path, name: str = "here") -> list[int]:
+    """The processes that called ``here`` in the script."""
+    files = [folder / f"{name}{rank}" for rank in (0, 1)]
+    return [int(line) for file in files if file.exists() for line in file.read_text().split()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def none_left(folder: Path) -> None:
+    assert pids(folder)
+    wait_for(lambda: not any(process.alive(pid) for pid in pids(folder)))
+
+
+def test_all_end_well(tmp_path: Path) -> None:
+    ended = process.run(launched, "here('here')", tmp_path)
+    assert (ended.code, ended.value, ended.output) == (0, 0, "")
+    assert len(pids(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os._exit(3)", "rank 1 ended with exit code 3\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 died (SIGKILL)\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "rank 1 died (SIGTERM)\n"),
+    ],
+)
+def test_one_dies_and_takes_the_others_down(tmp_path: Path, end: str, said: str) -> None:
+    script = f"""
+        here("here")
+        if RANK == 1:
+            wait_for("here0")
+            {end}
+        time.sleep(60)
+    """
+    before = time.monotonic()
+    ended = process.run(launched, script, tmp_path)
+    assert time.monotonic() - before < 30.0  # half of the other's sleep, and the contract's limit
+    assert (ended.value, ended.output) == (1, said)
+    none_left(tmp_path)
+
+
+def test_the_cause_is_said_and_not_what_followed_from_it(tmp_path: Path) -> None:
+    """Rank 0 loses rank 1 and says so first; rank 1 takes its time to say why it ends."""
+    script = """
+        here("here")
+        if RANK == 0:
+            wait_for("here1")
+            fail(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.5)
+        fail(ValueError("the first of all"))
+    """
+    ended = process.run(launched, script, tmp_path)
+    assert ended.value == 1
+    first, *traceback = ended.output.splitlines()
+    assert first == "rank 1: ValueError: the first of all"
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert traceback[-1] == "ValueError: the first of all"
+    assert "peer" not in ended.output
+    none_left(tmp_path)
+
+
+def test_of_two_errors_the_earlier_one_is_said(tmp_path: Path) -> None:
+    script = """
+        if RANK == 1:
+            fail(ValueError("early"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.5)
+        fail(KeyError("late"))
+    """
+    ended = process.run(launched, script, tmp_path)
+    assert ended.output.startswith("rank 1: ValueError: early\n") and "late" not in ended.output
+
+
+def test_a_wrong_configuration_is_said_once_and_never_tried_again(tmp_path: Path) -> None:
+    script = """
+        here("here")
+        fail(ValueError("wrong configuration: no"), code=2)
+    """
+    ended = process.run(launched, script, tmp_path, restarts=2)
+    assert (ended.value, ended.output) == (2, "wrong configuration: no\n")
+    assert len(pids(tmp_path)) <= 2  # the first may have ended before the other was there
+
+
+def test_all_are_started_again_after_a_failure(tmp_path: Path) -> None:
+    script = """
+        here("here")
+        if RANK == 1 and ATTEMPT < 2:
+            os._exit(3)
+        if ATTEMPT < 2:
+            time.sleep(60)
+    """
+    ended = process.run(launched, script, tmp_path, restarts=3)
+    said = "rank 1 ended with exit code 3\nstarting all processes again, from the newest checkpoint"
+    assert ended.value == 0
+    assert ended.output == f"{said} (1 of 3)\n{said} (2 of 3)\n"
+    assert len(pids(tmp_path)) == 6
+    none_left(tmp_path)
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    ended = process.run(launched, "here('here'); os._exit(3)", tmp_path, restarts=1)
+    assert ended.value == 1
+    assert ended.output.count("ended with exit code 3") == 2
+    assert ended.output.count("starting all processes again") == 1
+
+
+def test_a_stop_that_was_agreed_is_no_failure(tmp_path: Path) -> None:
+    """As after a SIGTERM to one process alone: all have stopped, and say so."""
+    script = "here('here'); outcomes.leave(outcomes.Outcome(143))"
+    ended = process.run(launched, script, tmp_path, restarts=1)
+    assert (ended.value, ended.output) == (143, "")
+    assert len(pids(tmp_path)) == 2
+
+
+STOPS = """
+    got = []
+    def handler(number, frame):
+        got.append(number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, handler)
+    here("here")
+    while not got:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    print(f"got {got}")
+    outcomes.leave(outcomes.Outcome(128 + got[0]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_handed_on_once_and_the_end_waited_for(tmp_path: Path, number: int) -> None:
+    running = process.start(launched, STOPS, tmp_path, restarts=1)
+    wait_for(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.2)
+    running.send(number)
+    ended = running.wait(30.0)
+    assert ended.value == 128 + number
+    assert ended.output == f"got [{int(number)}]\n" * 2
+
+
+def test_a_process_that_knows_no_signal_yet_ends_by_it(tmp_path: Path) -> None:
+    """As in the seconds in which modules are imported."""
+    script = "signal.signal(signal.SIGINT, signal.SIG_DFL); here('here'); time.sleep(60)"
+    running = process.start(launched, script, tmp_path, restarts=1)
+    wait_for(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.2)
+    running.send(signal.SIGINT)
+    ended = running.wait(30.0)
+    assert (ended.value, ended.output) == (130, "")
+    none_left(tmp_path)
+
+
+def test_ctrl_c_twice_waits_for_nobody(tmp_path: Path) -> None:
+    script = """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        here("here")
+        time.sleep(60)
+    """
+    running = process.start(launched, script, tmp_path, to_leave=0.2)
+    wait_for(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.2)
+    running.send(signal.SIGINT)
+    time.sleep(0.1)
+    running.send(signal.SIGINT)
+    ended = running.wait(30.0)
+    assert (ended.value, ended.output) == (130, "")
+    none_left(tmp_path)
+
+
+def test_a_process_deaf_to_everything_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    script = """
+        if RANK == 1:
+            wait_for("child0")
+            os._exit(3)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        here("here")
+        if os.fork() == 0:
+            here("child")
+        time.sleep(60)
+    """
+    ended = process.run(launched, script, tmp_path)
+    assert ended.output == "rank 1 ended with exit code 3\n"
+    wait_for(lambda: not any(process.alive(pid) for pid in pids(tmp_path, "child")))
+    none_left(tmp_path)
+
+
+def test_processes_end_with_their_launcher(tmp_path: Path) -> None:
+    running = process.start(launched, "here('here'); time.sleep(60)", tmp_path)
+    wait_for(lambda: len(pids(tmp_path)) == 2)
+    running.send(signal.SIGKILL)
+    assert running.wait(30.0).code == -signal.SIGKILL
+    none_left(tmp_path)
+
+
+def count_left(folder: Path) -> list[object]:
+    """In a new process: what a launch leaves behind in it."""
+    before = dict(os.environ), [signal.getsignal(n) for n in range(1, 16)]
+    launched("pass", folder)
+    os.environ.pop("PYTHONPATH")
+    before[0].pop("PYTHONPATH", None)
+    return [dict(os.environ) == before[0], [signal.getsignal(n) for n in range(1, 16)] == before[1]]
+
+
+def test_a_launch_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A multirun launches one after another."""
+    assert process.result(count_left, tmp_path) == [True, True]

@@ -1,0 +1,216 @@
+"""What processes say to one another, and what becomes of one that waits in vain."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phaseloop import Hook, PhaseloopError
+from phaseloop.engine.backends import Ddp
+from phaseloop.engine.backends.primary import on_primary
+from phaseloop.engine.errors import ConfigError, PeerError
+from phaseloop.engine.task import Task
+from tests.rigs import r1, ranks
+
+
+def talk() -> dict[str, Any]:
+    """Every collective once, with numbers that tell the ranks apart."""
+    backend = Ddp()
+    backend.setup()
+    backend.setup()  # again: nothing
+    rank = backend.rank
+    told = torch.tensor([10**rank])
+    work = backend.sum_on_host(told)
+    assert work is not None
+    work.wait()
+    try:
+        on_primary(backend, lambda: int("no number"))
+        problem = ""
+    except (PeerError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    rows = torch.full((rank + 1, 2), float(rank), requires_grad=False)
+    said = {
+        "sum": told.tolist(),
+        "all": backend.all_gather_object({"rank": rank}),
+        "gathered": backend.gather_object(rank * 11),
+        "broadcast": backend.broadcast_object(f"from {rank}"),
+        "reduced": backend.all_reduce(torch.tensor([1.0, rank])).tolist(),
+        "work": on_primary(backend, lambda: os.getpid()),
+        "pid": os.getpid(),
+        "problem": problem,
+        "rows": rows.shape[0],
+    }
+    backend.barrier()
+    backend.failed()
+    try:
+        backend.barrier()
+    except PhaseloopError as error:
+        said["after a failure"] = str(error)
+    return said
+
+
+def test_every_collective_once() -> None:
+    first, second = ranks.results(talk)
+    for said in (first, second):
+        assert said["sum"] == [11]
+        assert said["all"] == [{"rank": 0}, {"rank": 1}]
+        assert said["broadcast"] == "from 0"
+        assert said["reduced"] == [2.0, 1.0]
+        assert said["work"] == first["pid"] != second["pid"]
+        assert "has failed" in said["after a failure"]
+    assert first["gathered"] == [0, 11]
+    assert second["gathered"] == [None, 11]
+    assert first["problem"].startswith("ValueError")
+    assert second["problem"].startswith("PeerError: rank 0: ValueError: invalid literal")
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    backend = Ddp()
+    backend.setup()
+    assert (backend.rank, backend.world_size, backend.primary) == (0, 1, True)
+    assert backend.all_gather_object(3) == backend.gather_object(3) == [3]
+    assert backend.sum_on_host(torch.ones(1)) is None
+    model = torch.nn.Linear(2, 2)
+    assert backend.wrap(model) is model
+    backend.teardown()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"timeout": 0.0}, "backend.timeout"),
+        ({"start_timeout": -1.0}, "backend.start_timeout"),
+        ({"bucket_mb": 0.0}, "backend.bucket_mb"),
+        ({"sync_batch_norm": True, "device": "cpu"}, "backend.sync_batch_norm"),
+        ({"device": "tpu"}, "backend.device"),
+        ({"device": "cpu:1"}, "backend.device"),
+    ],
+)
+def test_what_is_wrong_with_options_is_said_by_key(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Ddp(**options)
+    assert caught.value.key == key
+
+
+class Sleep(Hook):
+    """On rank 1, sleeps at update 3."""
+
+    def on_step(self, task: Task) -> None:
+        if task.backend.rank == 1 and task.progress.updates == 3:
+            time.sleep(30)
+
+
+def train_with_one_asleep() -> tuple[int, float]:
+    """Updates made, and seconds from the second one to the error."""
+    task = r1.make_task(None, backend=Ddp(timeout=1.0))
+    since = []
+
+    class Note(Hook):
+        def on_step(self, task: Task) -> None:
+            since.append(time.monotonic())
+
+    from phaseloop import Trainer
+
+    hooks = {"learning_rate": r1.learning_rate.LearningRate(), "sleep": Sleep(), "note": Note()}
+    try:
+        Trainer(task, hooks).train()
+    except Exception:
+        return task.progress.updates, time.monotonic() - since[-1]
+    raise AssertionError("nobody missed the one that slept")
+
+
+def test_a_process_that_does_not_come_is_waited_for_as_long_as_the_time_limit() -> None:
+    with ranks.started(train_with_one_asleep) as running:
+        first = running[0].wait()
+        running[1].kill()
+    updates, seconds = first.value
+    assert updates == 3
+    assert 1.0 <= seconds < 15.0  # the time limit, and not the 1,800 s of the beginning
+
+
+class Astray(Hook):
+    """On rank 1, an update more is counted than was made."""
+
+    def on_step(self, task: Task) -> None:
+        if task.backend.rank == 1 and task.progress.updates == 3:
+            task.progress.updates += 1
+
+
+def train_astray() -> str:
+    from phaseloop import Trainer
+
+    task = r1.make_task(None)
+    hooks = {"learning_rate": r1.learning_rate.LearningRate(), "astray": Astray()}
+    try:
+        Trainer(task, hooks).train()
+    except PhaseloopError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_come_apart_are_told_so_by_rank() -> None:
+    for said in ranks.results(train_astray):
+        assert "the processes have come apart" in said
+        assert "rank 0: phase train, epoch 1, batch 3, updates 3" in said
+        assert "rank 1: phase train, epoch 1, batch 3, updates 4" in said
+
+
+def past_the_wrapper(task: Task) -> None:
+    """A step that says that it goes through the model as a whole, and does not."""
+    batch = task.next_batch()
+    output = task.bare_model(batch.input)
+    loss = task.criterion(output, batch.target)
+    if task.train:
+        task.backward(loss)
+        task.update()
+
+
+def train_past_the_wrapper(declared: bool) -> str:
+    from phaseloop import Trainer
+
+    past_the_wrapper.whole_model_forward = declared  # type: ignore[attr-defined]
+    task = r1.make_task(None, train_step=past_the_wrapper)
+    try:
+        Trainer(task, {"learning_rate": r1.learning_rate.LearningRate()}).train()
+    except PhaseloopError as error:
+        return str(error)
+    return repr([float(p.detach().sum()) for p in task.bare_model.parameters()])
+
+
+def test_a_step_that_passes_the_wrapper_by_is_an_error_and_not_a_run_apart() -> None:
+    for said in ranks.results(train_past_the_wrapper, declared=True):
+        assert "whole_model_forward=True, and has not gone through the model" in said
+    first, second = ranks.results(train_past_the_wrapper, declared=False)
+    assert first == second
+
+
+def train_by_the_clock(folder: Path) -> tuple[int, int, float]:
+    """A run whose length, tests and saves go by time, where rank 1's clock is an hour ahead."""
+    from phaseloop import Trainer
+
+    if os.environ["RANK"] == "1":
+        own, ticks = time.monotonic, iter(range(10**9))
+        time.monotonic = lambda: own() + 3600 + 0.3 * next(ticks)  # and faster
+    task = r1.make_task(
+        folder,
+        epochs=None,
+        test=True,
+        phases={"time": "1.5s", "test_every_time": "0.3s"},
+    )
+    hooks = r1.make_hooks(save={"every_minutes": 0.005})
+    Trainer(task, hooks).train()
+    return task.progress.updates, task.progress.tested_at, task.progress.seconds
+
+
+def test_what_goes_by_time_goes_by_the_primarys_clock(tmp_path: Path) -> None:
+    first, second = ranks.results(train_by_the_clock, tmp_path / "run")
+    assert first == second
+    updates, tested_at, seconds = first
+    assert updates > 1
+    assert 0 < tested_at <= updates
+    assert 1.5 <= seconds < 30.0

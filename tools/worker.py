@@ -1,0 +1,44 @@
+"""Worker: one of the processes that a launcher starts; in it the same command line runs.
+
+It is started as a file, and looks for modules where its launcher did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PATH = "PHASELOOP_PATH"
+JOB = "PHASELOOP_JOB"
+
+_SIGNALLED = 128
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Run the command line and exit with its code; a stop that was asked for is no failure."""
+    end_with(int(os.environ["PHASELOOP_PARENT"]))
+    # Until the run has handlers of its own, a Ctrl-C ends this process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path[:] = os.environ[PATH].split("\n")
+    from phaseloop.engine import outcomes
+    from phaseloop.tools import run
+
+    code = run.run(sys.argv[1:], os.environ.get(JOB, ""))
+    if code > _SIGNALLED and outcomes.leave(outcomes.Outcome(code)):
+        code = run.DONE
+    sys.exit(code)
+
+
+def end_with(parent: int) -> None:
+    """This process ends when its parent does, even when that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
