@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import Data, Hook, LossScale, Phases, Precision, Run, Task, TensorData
+from phaseloop.engine.backends import Ddp
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.hooks.row_sync import RowSync
-from tests.rigs import pairs, r0
+from tests.rigs import equal, pairs, r0, r1, ranks
 from tests.rigs.pairs import Failed
+from tests.rigs.r1 import At
 
 UPDATES = 6
 BATCH = 4
@@ -297,3 +300,27 @@ def test_processes_that_have_come_apart() -> None:
         "saves 0, roll-backs 0; rank 1: phase train, epoch 1, batch 3, updates 2, steps 4, saves "
         "0, roll-backs 0)"
     )  # fmt: skip
+
+
+# --- killed in between ---
+
+
+def ends_early(folder: Path, kill: bool) -> None:
+    """Rank 1 asks for the end of the epoch after update 4, which is saved; it comes after 5."""
+    hooks: dict[str, Hook] = {"asks": OnRank1("on_step", "end_phase", 4)}
+    if kill:
+        hooks["at"] = At("on_step", 4)
+    r1.train(
+        folder, equal.probe_of(folder) if pairs.rank() == 0 else None, hooks=hooks,
+        save={"every_updates": 2}, backend=Ddp("cpu", timeout=20, start_timeout=20), epochs=2,
+    )  # fmt: skip
+
+
+def test_an_end_asked_for_and_not_yet_told_is_in_the_checkpoint(tmp_path: Path) -> None:
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    ranks.results(ends_early, reference, False)
+    ended = ranks.run(ends_early, folder, True)
+    assert [one.code for one in ended] == [-signal.SIGKILL] * 2
+    ranks.results(ends_early, folder, False)
+    equal.assert_eq(reference, folder)
+    assert equal.state_of(equal.newest(folder))["progress"]["updates"] == 5 + r1.UPDATES
