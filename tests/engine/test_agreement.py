@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -149,20 +150,27 @@ class Breaks(r0.Scalar):
     """Its output is not finite for a sample of 7, the first time."""
 
     broken = False
+    harmless = False
+    """Only the loss shows it: no gradient does."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.w * torch.where(x == 7, 1.0, x)
         if (x == 7).any() and not self.broken:
             self.broken = True
+            if self.harmless:
+                return torch.where(x == 7, math.nan, output)
             return output * torch.where(x == 7, math.nan, 1.0)
         return output
 
 
-def not_finite(policy: str, folder: str | None = None, precision: Any = "float32") -> Any:
+def not_finite(
+    policy: str, folder: str | None = None, precision: Any = "float32", harmless: bool = False
+) -> Any:
     """The last sample of the fourth batch, on rank 1, is bad."""
     xs = [1.0] * UPDATES * BATCH
     xs[4 * BATCH - 1] = 7
     task = scalar(xs, folder=folder, model=Breaks(), precision=precision)
+    task.bare_model.harmless = harmless
     hooks: dict[str, Hook] = {} if folder is None else {"save": Checkpoint(every_updates=2)}
     return run(task, non_finite=NonFinite(policy), **hooks)
 
@@ -282,8 +290,10 @@ def lied_about() -> Any:
     return run(scalar(), asks=Lying("on_gradients", "skip_update", 2))
 
 
-def test_not_finite_on_one_process_and_stopped(tmp_path: Path) -> None:
-    ((first, second),) = pairs.results([(not_finite, {"policy": "stop"})])
+@pytest.mark.parametrize("harmless", [False, True])
+def test_not_finite_on_one_process_and_stopped(harmless: bool) -> None:
+    options = {"policy": "stop", "harmless": harmless}
+    ((first, second),) = pairs.results([(not_finite, options)])
     assert isinstance(first, Failed)
     assert first == second
     assert first.startswith(

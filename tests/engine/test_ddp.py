@@ -173,16 +173,15 @@ def alternating(**data: Any) -> Any:
     return state(task)
 
 
-def closure(**options: Any) -> Any:
-    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 
+
+def closure() -> Any:
     def square(output: Tensor, target: Tensor) -> Tensor:
         return mean_square(output, nn.functional.one_hot(target, 2))
 
-    return state(
-        make(network(), optimizer=lbfgs, criterion=square, **{"train_step": "closure", **options})
-    )
+    return state(make(network(), optimizer=lbfgs, criterion=square, train_step="closure"))
 
 
 def _weighted_closure(task: Task) -> None:
@@ -243,13 +242,14 @@ def of_valid(task: Task) -> None:
     task.update()
 
 
-def weighted(step: Any = of_valid, **data: Any) -> Any:
+def weighted(step: Any = of_valid, optimizer: Any = adam, **data: Any) -> Any:
     x, y = samples(22)
     y[::3] = -1
     y[8:12] = -1  # of the second process's share of the first batch of 12, nearly all
     y[6:12] = -1  # and all
     options = {"batch_size": 12, "shuffle": False, **data}
-    return state(make(network(), samples=(x, y), train_step=step, data=options))
+    task = make(network(), samples=(x, y), train_step=step, data=options, optimizer=optimizer)
+    return state(task)
 
 
 def _contrast(task: Task) -> None:
