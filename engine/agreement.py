@@ -5,7 +5,8 @@ a signal, who asks for a stop, how much of a stream is left, what time it is on 
 is there before the window closes, so nobody waits for it, and the device is never asked.
 
 So what a process asks for after window k is acted on by all after window k+1. At the borders of
-phases the sum is waited for, and what was asked for there holds at once, as with one process.
+phases the sum is waited for, and what was asked for there holds at once, as with one process. An
+update that one leaves out all leave out: that is waited for too, where a hook may do so.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("phaseloop")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STOPS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(len(_SIGNALS), len(_SIGNALS) + 6)
-_FIELDS = len(_SIGNALS) + 6
+_STOPS, _ENDS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(
+    len(_SIGNALS), len(_SIGNALS) + 7
+)
+_FIELDS = len(_SIGNALS) + 7
 _PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 
@@ -89,13 +92,41 @@ class Agreement:
         work.wait()
         self._heed()
 
+    # --- anywhere, where all come to ---
+
     def total(self, number: int) -> int:
         """A number of every process, added up; all wait for it."""
-        told = torch.tensor([number])
+        return self.totals([number])[0]
+
+    def totals(self, numbers: list[int]) -> list[int]:
+        """The same for several at once."""
+        told = torch.tensor(numbers, dtype=torch.int64)
         work = self._backend.sum_on_host(told)
         assert work is not None
         work.wait()
-        return int(told.item())
+        return [int(number) for number in told.tolist()]
+
+    def same(self, number: int) -> bool:
+        """Whether every process has this number; all wait for it."""
+        total, squares = self.totals([number, number * number])
+        return _are_same(total, squares, self._backend.world_size)
+
+    def skips(self) -> None:
+        """After ``on_gradients``: what a hook leaves out, or rolls back, on one process, all do."""
+        task, size = self._task, self._backend.world_size
+        back, left_out = task.roll_back_asked, task.left_out
+        asked = [task.skip_reason is not None, back is not None]
+        totals = self.totals([*asked, *(name in left_out for name in task.optimizers)])
+        if all(count in (0, size) for count in totals):
+            return
+        told = self._backend.all_gather_object((task.skip_reason, back, left_out))
+        for rank, (reason, back, left_out) in reversed([*enumerate(told)]):
+            if reason is not None:  # that of the first who has one
+                task.skip_reason = f"rank {rank}: {reason}"
+            if back is not None:
+                task.roll_back_asked = (f"rank {rank}: {back[0]}", back[1])
+            for name in left_out.keys() - task.left_out.keys():
+                task.skip_update(f"rank {rank}: {left_out[name]}", name)
 
     # --- what is told ---
 
@@ -104,6 +135,7 @@ class Agreement:
         if (received := task.signals.received) in _SIGNALS:
             told[_SIGNALS.index(signal.Signals(received))] = 1
         told[_STOPS] = bool(task.stop_reason)
+        told[_ENDS] = window is not None and task.phase.name in task.asked_end
         if self._backend.primary:
             told[_CLOCK] = int(time.monotonic() * 1e6)
         if window is not None and window.ahead is not None:
@@ -121,15 +153,22 @@ class Agreement:
     def _heed(self) -> None:
         told = self._told.tolist()
         size = self._backend.world_size
-        # Equal numbers, and no others, have a square of the sum that is so many times the squares'.
-        if told[_PLACE] ** 2 != told[_PLACE_SQUARED] * size:
+        if not _are_same(told[_PLACE], told[_PLACE_SQUARED], size):
             raise PhaseloopError(_apart(self._backend.all_gather_object(self._place())))
         self.clock = told[_CLOCK] / 1e6
         self.left = told[_NEXT]
         self.last = told[_MORE] < size if self._task.train else not told[_MORE]
         received = [number for number, count in zip(_SIGNALS, told, strict=False) if count]
+        if told[_ENDS]:
+            self._end()
         if received or told[_STOPS]:
             self._stop(received)
+
+    def _end(self) -> None:
+        """The phase ends here on every process."""
+        task = self._task
+        reasons = self._backend.all_gather_object(task.asked_end.pop(task.phase.name, ""))
+        task.end_here(next(reason for reason in reasons if reason))
 
     def _stop(self, received: list[signal.Signals]) -> None:
         """All stop here, and every process knows why."""
@@ -140,6 +179,12 @@ class Agreement:
         reasons = self._backend.all_gather_object(task.stop_reason)
         named = received[-1].name if received else ""
         task.stop_reason = next((reason for reason in reasons if reason), named)
+
+
+def _are_same(total: int, squares: int, count: int) -> bool:
+    """Whether so many numbers, of this sum and this sum of squares, are equal."""
+    # Equal numbers, and no others, have a square of the sum that is so many times the squares'.
+    return total**2 == squares * count
 
 
 def _apart(places: list[tuple[Any, ...]]) -> str:

@@ -193,7 +193,7 @@ def _place_modules(task: Task) -> None:
     compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
         task.precision.prepare(task.criterion_module)
-        task.criterion_module.to(task.device)
+        task.backend.prepare_criterion(task.criterion_module)
     for meters in task.meter_sets.values():
         meters.to(task.device)
 

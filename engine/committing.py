@@ -32,6 +32,8 @@ class Committing:
         moved: names of the optimizers that this window has moved.
         skip_reason: why the update at hand is left out; None: it is not.
         may_skip: it may still be left out.
+        left_out: optimizers that were left out of it, and why.
+        roll_back_asked: why, and how often at most, the run is to go back to its last checkpoint.
     """
 
     progress: Progress
@@ -46,7 +48,8 @@ class Committing:
         self._skips: list[dict[str, str]] = []
         self._last_skip = ""
         self._clock: float | None = None
-        self._roll_back: tuple[str, int] | None = None
+        self.left_out: dict[str, str] = {}
+        self.roll_back_asked: tuple[str, int] | None = None
 
     def commit(self: Task) -> None:  # type: ignore[misc]
         """Move everything that a step moves: the one place where progress changes."""
@@ -74,7 +77,7 @@ class Committing:
             self._close_window()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
-        if self._roll_back is not None:
+        if self.roll_back_asked is not None:
             self.updated = False  # whatever has moved moves back: nobody is to save it
         accumulator.closed = True
         last = accumulator.window.last

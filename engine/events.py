@@ -57,6 +57,10 @@ class Hook:
     for_processes: ClassVar[bool] = False
     """It is of use with several processes only, and is left out with one."""
 
+    alike: ClassVar[bool] = False
+    """Of several processes, it leaves an update out on all of them or on none. Where a hook that
+    listens to ``on_gradients`` does not say so, they agree at each update, by a message."""
+
     name: str = ""
     """The key in the ``hooks:`` mapping; set by the dispatcher."""
 
@@ -133,6 +137,9 @@ class Dispatcher:
     Raises:
         ConfigError: a value is no :class:`Hook`, or its ``order`` would put it after the
             checkpoint, which then would not hold what it does.
+
+    Attributes:
+        may_differ: what ``on_gradients`` leaves out may differ from process to process.
     """
 
     on_start: Callable[[Task], None]
@@ -163,6 +170,10 @@ class Dispatcher:
             )
             self._listeners[event] = methods
             setattr(self, event, _call_all(methods))
+        self.may_differ = any(
+            not self.hooks[name].alike and not self.hooks[name].only_watches
+            for name in self.listeners("on_gradients")
+        )
 
     def listeners(self, event: str) -> list[str]:
         """Names of the hooks that listen to ``event``, in the order they are called."""

@@ -37,7 +37,7 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
         task.choose_due()
     parameters = task.trainable
     task.skip_reason = task.gradient_norm = None
-    task.may_skip = True
+    task.may_skip, task.left_out = True, {}
     if closure is not None:
         loss = _evaluate(task, closure)
     else:
@@ -46,6 +46,8 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
     if task.precision.scaler is not None:
         _unscale(task)
     task.hooks.on_gradients(task)
+    if task.agreement is not None and task.hooks.may_differ:
+        task.agreement.skips()
     task.may_skip = False
     if task.skip_reason is not None:
         task.note_skip(task.skip_reason)
@@ -81,14 +83,19 @@ def _with_gradients(task: Task) -> list[str]:
     return found
 
 
-def _complete(task: Task) -> None:
-    """Make the gradients what the whole batch, over all processes, has for them."""
+def _complete(task: Task) -> Tensor | float | None:
+    """Make the gradients what the whole batch, over all processes, has for them.
+
+    Returns:
+        The sum of the weights that the steps gave, over all processes; None: they gave none.
+    """
     weight = task.accumulator.explicit_weight
     if task.agreement is not None:
         weight = _reduce(task, weight)
     factor = task.accumulator.correction(weight)
     if factor is not None:
         _scale(task.trainable, factor)
+    return weight
 
 
 def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
@@ -115,13 +122,17 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
 def _evaluate(task: Task, closure: Closure) -> Tensor:
     clear(task.trainable)
     loss = closure()
-    _complete(task)
+    own = task.accumulator.explicit_weight
+    total = _complete(task)
     if task.agreement is None:
         return loss.detach()
     # Every process has the mean over its share; the optimizer has to see that over the batch, and
     # the same everywhere, since it may go by it.
     window = task.accumulator.window
-    return task.backend.all_reduce(loss.detach() * (window.share / window.samples))
+    part: Tensor | float = window.share / window.samples
+    if own is not None and isinstance(total, Tensor):
+        part = own / torch.where(total == 0, 1.0, total)  # with no valid element the loss is 0
+    return task.backend.all_reduce((loss.detach() * part).to(loss.dtype))
 
 
 class _Asked:
@@ -158,7 +169,7 @@ def _unscale(task: Task) -> None:
     scaler = task.precision.scaler
     assert scaler is not None
     optimizers = {name: task.optimizers[name] for name in task.stepping}
-    overflowed = scaler.unscale(optimizers)
+    overflowed = scaler.unscale(optimizers, task.backend)
     reason = f"gradients overflowed at loss scale {scaler.last_scale:g}"
     if overflowed and len(overflowed) == len(_with_gradients(task)):
         task.skip_update(reason)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from phaseloop.engine.backends.base import Backend
 from phaseloop.engine.settings import LossScale
 
 
@@ -41,17 +42,18 @@ class Scaler:
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
-    def unscale(self, optimizers: Mapping[str, Optimizer]) -> tuple[str, ...]:
+    def unscale(self, optimizers: Mapping[str, Optimizer], backend: Backend) -> tuple[str, ...]:
         """Divide the gradients of these optimizers; the names of those that overflowed.
 
-        Here the host waits for the device: one flag for each optimizer.
+        What overflowed on one process has done so on all. Here the host waits for the device: one
+        flag for each optimizer.
         """
         overflowed = []
         for name, optimizer in optimizers.items():
             if not _has_gradients(optimizer):
                 continue
             self._unscaled.add(name)
-            if any(float(flag) for flag in self._scaler.unscale_again(optimizer)):
+            if any(float(flag) for flag in self._scaler.unscale_again(optimizer, backend)):
                 overflowed.append(name)
         if overflowed:
             self.last_scale = self._scaler.get_scale()
@@ -83,7 +85,7 @@ class _TorchScaler(GradScaler):
     What it finds it keeps to itself; asking it costs no second look at the gradients.
     """
 
-    def unscale_again(self, optimizer: Optimizer) -> list[Tensor]:
+    def unscale_again(self, optimizer: Optimizer, backend: Backend) -> list[Tensor]:
         """Unscale; a flag for each device that holds gradients: 1 after an overflow.
 
         The scale's update sees what was found at all steps since the last one.
@@ -91,6 +93,9 @@ class _TorchScaler(GradScaler):
         before = self._per_optimizer_states.pop(id(optimizer), {}).get("found_inf_per_device", {})
         self.unscale_(optimizer)
         found = self._found_inf_per_device(optimizer)
+        if backend.world_size > 1:
+            for flag in found.values():
+                backend.all_reduce(flag)
         flags = [flag.clone() for flag in found.values()]
         for device, flag in before.items():
             found[device] = found[device] + flag if device in found else flag

@@ -318,6 +318,7 @@ class Stepping(Turns):
             self.skip_reason = reason
         for name in optimizers:
             self.note_skip(reason, name)  # type: ignore[misc]
+            self.left_out[name] = reason
             clear(self.parameters_of[name])  # without gradients it does not step
 
 

@@ -149,7 +149,13 @@ class Turns(Walk):
         """Before a window of the training: buffers are equal, and what is trained is reduced."""
         if self._flags() != self._wrapped_for:
             self.wrap_model()
-        self.backend.equal_buffers(self.bare_model)
+        self.equal_buffers()
+
+    def equal_buffers(self) -> None:
+        """Every process has the primary's buffers, of model and criterion."""
+        for module in (self.bare_model, self.criterion_module):
+            if isinstance(module, nn.Module):
+                self.backend.equal_buffers(module)
 
     def _flags(self) -> list[bool]:
         """Which parameters are trained now."""

@@ -55,6 +55,7 @@ class Walk(Fetching):
         random_before_test: the random states of this process from there, until the phase is left:
             draws of phase-end hooks are the test's too.
         changed: something has moved since the last checkpoint was written or read.
+        asked_end: on several processes, by the name of a phase, why its end was asked for here.
     """
 
     progress: Progress
@@ -77,6 +78,7 @@ class Walk(Fetching):
         self.train = True
         self.stop_reason = ""
         self.carry: Any = None
+        self.asked_end: dict[str, str] = {}
         self._train_carry: Any = None
         self.test_entry: dict[str, Any] | None = None
         self.random_before_test: dict[str, Any] | None = None
@@ -184,14 +186,22 @@ class Walk(Fetching):
         if self.loaders[TRAIN].is_stream:
             raise PhaseloopError(NO_ROLL_BACK)
         self.skip_update(reason)
-        self._roll_back = (reason, most)
+        self.roll_back_asked = (reason, most)
 
     def end_phase(self, reason: str) -> None:
         """End the phase at hand at the next border: the rest of its data is left out.
 
         Its phase-end hooks are called as ever, and what comes after it comes. In a train phase
-        the epoch counts as one.
+        the epoch counts as one. Of several processes it is enough that one asks; all end the phase
+        after the next batch.
         """
+        if self.agreement is None:
+            self.end_here(reason)
+        else:
+            self.asked_end.setdefault(self.phase.name, reason)
+
+    def end_here(self, reason: str) -> None:
+        """The same, on every process of the run."""
         if self.train:
             self.progress.ending = self.progress.ending or reason
         else:
@@ -209,6 +219,7 @@ class Walk(Fetching):
         progress.epoch_open = True
         self.meter_sets[TRAIN].reset()
         self.carry = None
+        self.asked_end.pop(TRAIN, None)
         self._train_batches = None
         self._train_phase = self._make_train_phase()
 
@@ -234,12 +245,13 @@ class Walk(Fetching):
         self.random_before_test = self.test_entry["rng"][0]
         if self.agreement is not None:
             self.model = self.bare_model
-            self.backend.equal_buffers(self.bare_model)
+            self.equal_buffers()
         self._train_flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._train_carry, self.carry = self.carry, None
         self.meters = self.meter_sets[name]
         self.meters.reset()
+        self.asked_end.pop(name, None)
         self.phase = Phase(name, False, self.progress.epoch, self.loaders[name].windows)
         self.train = False
         self._batches = None
@@ -300,8 +312,8 @@ class Walk(Fetching):
     # --- between batches ---
 
     def _goes_on(self) -> bool:
-        if self._roll_back is not None:
-            asked, self._roll_back = self._roll_back, None
+        if self.roll_back_asked is not None:
+            asked, self.roll_back_asked = self.roll_back_asked, None
             roll_back(cast("Task", self), *asked)
             return False
         phase = self.phase
@@ -329,6 +341,10 @@ class Walk(Fetching):
 
     def wrap_model(self) -> None:
         """Let the backend reduce gradients in backward, where it can; implemented by the task."""
+        raise NotImplementedError
+
+    def equal_buffers(self) -> None:
+        """Every process has the primary's buffers; implemented by the task."""
         raise NotImplementedError
 
     def skip_update(self, reason: str, *optimizers: str) -> None:

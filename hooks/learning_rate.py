@@ -18,6 +18,7 @@ class LearningRate(Hook):
     """
 
     order = Order.LEARNING_RATE
+    alike = True
 
     def on_start(self, task: Task) -> None:
         for rates in task.rates.values():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -14,9 +12,9 @@ from phaseloop.engine.registry import register_hook
 from phaseloop.engine.shards import norms as norms_of
 from phaseloop.engine.task import Task
 from phaseloop.engine.walk import NO_ROLL_BACK
+from phaseloop.engine.watched import Found, Seen, Watched
 
 _POLICIES = ("stop", "skip", "roll_back")
-_KEPT = 1024  # so many values are kept with their samples, however far away the log point is
 _SHOWN = 32  # more names or samples would hide the rest of the message
 
 
@@ -32,6 +30,9 @@ class NonFinite(Hook):
     it goes on with its data in another order: in an epoch that is cut so, some samples come twice
     and others not at all.
 
+    Several processes decide each of these together: what is not finite on one ends, or leaves out,
+    the update on all, and the message names the process.
+
     Args:
         policy: ``stop``, ``skip`` or ``roll_back``.
         gradients: with ``stop``: look at every gradient of every update too, on the device, so
@@ -43,6 +44,7 @@ class NonFinite(Hook):
     """
 
     order = Order.FINITE
+    alike = True
 
     def __init__(
         self, policy: str = "stop", gradients: bool = False, most_roll_backs: int = 10
@@ -60,7 +62,7 @@ class NonFinite(Hook):
         self.policy = policy
         self.gradients = gradients
         self.most_roll_backs = most_roll_backs
-        self._watched = _Watched()
+        self._watched = Watched()
         self._window: Window | None = None
         # Of the window at hand, by micro-batch: sample ids, and losses.
         self._samples: list[Tensor] = []
@@ -69,7 +71,7 @@ class NonFinite(Hook):
     def on_start(self, task: Task) -> None:
         if self.policy == "roll_back" and any(x and x.is_stream for x in task.stages.loaders):
             raise ConfigError(f"hooks.{self.name}.policy", NO_ROLL_BACK)
-        self._watched, self._window = _Watched(), None
+        self._watched, self._window = Watched(), None
         # A checkpoint of weights that are not finite could only be resumed to fail again.
         task.before_save.append(self._judge)
 
@@ -121,7 +123,7 @@ class NonFinite(Hook):
         norms: Tensor | None = None,
     ) -> None:
         progress = task.progress
-        seen = _Seen(what, value, progress.updates + 1, progress.epoch, progress.windows + 1,
+        seen = Seen(what, value, progress.updates + 1, progress.epoch, progress.windows + 1,
                      samples, trained, norms)  # fmt: skip
         self._watched.add(seen)
 
@@ -129,19 +131,29 @@ class NonFinite(Hook):
         """Here the host waits for the device."""
         trained = [p for p in task.trainable if p.grad is not None]
         norms = _norms([p.grad for p in trained])
-        if norms is None or bool(norms.isfinite().all()):
+        if not _any(task, norms is not None and not bool(norms.isfinite().all())):
             return
-        bad = f"not finite: a gradient of {_shown(_named(task, trained, norms))}"
-        pairs = list(zip(self._samples, self._losses, strict=True))
-        samples = _of_all(task, self._samples)
-        if guilty := _of_all(task, [ids for ids, loss in pairs if not bool(loss.isfinite())]):
-            bad, samples = f"{bad}, and the loss", guilty
-        progress = task.progress
-        reason = f"{bad} ({_place(progress.epoch, progress.windows + 1, samples)})"
+        reason = self._reason(task, [] if norms is None else _named(task, trained, norms))
         if self.policy == "roll_back":
             task.roll_back(reason, self.most_roll_backs)
         else:
-            task.skip_update(reason, *self._guilty(task, trained, norms))
+            names = [] if norms is None else self._guilty(task, trained, norms)
+            task.skip_update(reason, *names)
+
+    def _reason(self, task: Task, names: list[str]) -> str:
+        """What was not finite, in the same words on every process."""
+        pairs = list(zip(self._samples, self._losses, strict=True))
+        guilty = [ids for ids, loss in pairs if not bool(loss.isfinite())]
+        told = task.backend.all_gather_object((names, _ids(guilty), _ids(self._samples)))
+        named = next(names for names, _, _ in told if names)
+        bad = f"not finite: a gradient of {_shown(named)}"
+        ranks = [str(rank) for rank, (_, guilty, _) in enumerate(told) if guilty]
+        ids = [i for _, guilty, all_ in told for i in (guilty if ranks else all_)]
+        if ranks:
+            bad += ", and the loss"
+            if len(told) > 1:
+                bad += f" on rank {_shown(ranks)}"
+        return f"{bad} ({_place(task.progress.epoch, task.progress.windows + 1, ids)})"
 
     def _losses_are_finite(self, task: Task) -> bool:
         """Of this window, on all processes; here the host waits for the device."""
@@ -160,19 +172,19 @@ class NonFinite(Hook):
 
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""
-        watched, self._watched = self._watched, _Watched()
-        first, told, found = watched.first_bad(), _weights_told(task), None
+        watched, self._watched = self._watched, Watched()
+        first, weights = watched.first_bad(), _weights_told(task)
+        if not _any(task, first is not None or bool(weights)):
+            return
+        update, told = task.progress.updates, weights
         if first is not None:
-            said = "; ".join(filter(None, [self._describe(task, first), told]))
-            found = first.update, said
-        elif told:
-            found = task.progress.updates + 1, f"at update {task.progress.updates}, {told}"
-        if task.agreement is not None:
-            found = _first_of_all(task, found)
-        if found is not None:
-            raise NonFiniteError(f"{found[1]}; {_HELP}")
+            update = first.update
+            told = "; ".join(filter(None, [self._describe(task, first), weights]))
+        elif weights:
+            told = f"at update {update}, {weights}"
+        raise NonFiniteError(f"{_earliest(task, update, told)}; {_HELP}")
 
-    def _describe(self, task: Task, first: _Found) -> str:
+    def _describe(self, task: Task, first: Found) -> str:
         seen = first.seen
         if seen is None:
             return (
@@ -184,14 +196,14 @@ class NonFinite(Hook):
             names = f": {_shown(_named(task, seen.trained, seen.norms))}"
         told = (
             f"{seen.what} of update {seen.update} is not finite{names} "
-            f"({_place(seen.epoch, seen.window, seen.samples)})"
+            f"({_place(seen.epoch, seen.window, _ids(seen.samples))})"
         )
         before = first.before
         if before is not None and seen.what == "the loss" and not self._sees_gradients(task):
             # A loss of weights that are not finite: the update before may have made them so.
             told += (
                 f", or a gradient of update {before.update} was not "
-                f"({_place(before.epoch, before.window, before.samples)}): "
+                f"({_place(before.epoch, before.window, _ids(before.samples))}): "
                 f"hooks.non_finite.gradients=true tells which"
             )
         return told
@@ -205,76 +217,6 @@ _HELP = (
     "lower the learning rate, clip gradients (gradients.clip_norm), or set "
     "hooks.non_finite.policy=skip"
 )
-
-
-class _Seen(NamedTuple):
-    """A value that was watched, and where it came from.
-
-    Attributes:
-        what: ``the loss`` or ``a gradient``.
-        value: one element, on the device; not finite when something was not.
-        update: number of the update that it was part of.
-        epoch, window: number of the epoch, and of the batch in it.
-        samples: dataset indices, by micro-batch.
-        trained, norms: parameters, and the norm of each one's gradient; None: not known.
-    """
-
-    what: str
-    value: Tensor
-    update: int
-    epoch: int
-    window: int
-    samples: list[Tensor]
-    trained: list[nn.Parameter] | None
-    norms: Tensor | None
-
-
-class _Found(NamedTuple):
-    """The first value that was not finite; ``seen`` is None where only its update is known."""
-
-    update: int
-    seen: _Seen | None = None
-    before: _Seen | None = None
-
-
-class _Watched:
-    """What has been watched since it was last looked at, in order."""
-
-    def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-        self._older: Tensor | None = None  # on the device: number of the first bad update, or 0
-
-    def add(self, seen: _Seen) -> None:
-        self._seen.append(seen)
-        if len(self._seen) >= _KEPT:
-            self._condense()
-
-    def first_bad(self) -> _Found | None:
-        """Here the host waits for the device."""
-        if self._older is not None and (update := int(self._older)):
-            return _Found(update)
-        if not self._seen:
-            return None
-        bad = self._flags()
-        if not bool(bad.any()):
-            return None
-        index = int(bad.int().argmax())
-        seen = self._seen[index]
-        earlier = [entry for entry in self._seen[:index] if entry.update < seen.update]
-        return _Found(seen.update, seen, earlier[-1] if earlier else None)
-
-    def _flags(self) -> Tensor:
-        return ~torch.stack([entry.value.reshape(()) for entry in self._seen]).isfinite()
-
-    def _condense(self) -> None:
-        """On the device, so that what waits for a log point is bounded; the samples are let go."""
-        bad = self._flags()
-        updates = torch.tensor([entry.update for entry in self._seen], device=bad.device)
-        first = torch.where(bad.any(), updates[bad.int().argmax()], 0)
-        self._older = (
-            first if self._older is None else torch.where(self._older > 0, self._older, first)
-        )
-        self._seen = []
 
 
 def _norms(tensors: list[Tensor | None]) -> Tensor | None:
@@ -298,26 +240,6 @@ def _weights_told(task: Task) -> str:
     return f"weights that are not finite now: {_shown(bad)}"
 
 
-def _first_of_all(task: Task, found: tuple[int, str] | None) -> tuple[int, str] | None:
-    """What the processes found, of the earliest update: the same on all of them."""
-    assert task.agreement is not None
-    if not task.agreement.total(found is not None):
-        return None
-    told = [
-        (update_and_text[0], f"rank {rank}: {update_and_text[1]}")
-        for rank, update_and_text in enumerate(task.backend.all_gather_object(found))
-        if update_and_text is not None
-    ]
-    return min(told, key=lambda each: each[0])
-
-
-def _of_all(task: Task, samples: list[Tensor]) -> list[Tensor]:
-    """Sample ids, by micro-batch, of all processes: they are all here."""
-    if task.agreement is None:
-        return samples
-    return [ids for own in task.backend.all_gather_object(samples) for ids in own]
-
-
 def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
     """Names of the parameters whose norm is not finite."""
     names = task.parameter_names()
@@ -325,10 +247,28 @@ def _named(task: Task, trained: list[nn.Parameter], norms: Tensor) -> list[str]:
     return [names[id(p)] for p, fine in zip(trained, flags, strict=True) if not fine]
 
 
-def _place(epoch: int, window: int, samples: list[Tensor]) -> str:
+def _any(task: Task, flag: bool) -> bool:
+    """Whether this is so on any process."""
+    return flag if task.agreement is None else task.agreement.total(flag) > 0
+
+
+def _earliest(task: Task, update: int, told: str) -> str:
+    """What the process tells that saw the first update go wrong; empty: one saw nothing."""
+    by_rank = task.backend.all_gather_object((update, told))
+    seen = [(update, rank, told) for rank, (update, told) in enumerate(by_rank) if told]
+    _, rank, first = min(seen)
+    # Weights are the same on all, and then so is what is said of them.
+    alike = len(seen) == len(by_rank) and len({told for *_, told in seen}) == 1
+    return first if alike else f"rank {rank}: {first}"
+
+
+def _ids(samples: list[Tensor]) -> list[int]:
     # A step may go through its window several times.
     once = list({id(indices): indices for indices in samples}.values())
-    ids = torch.cat(once).tolist() if once else []
+    return [int(i) for i in torch.cat(once).tolist()] if once else []
+
+
+def _place(epoch: int, window: int, ids: list[int]) -> str:
     return f"epoch {epoch}, batch {window}, samples {_shown([str(i) for i in ids])}"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.registry import register_train_step
 from phaseloop.engine.task import Task
 from phaseloop.engine.trees import map_tensors
@@ -51,7 +51,10 @@ class TruncatedBackpropagation:
     def __call__(self, task: Task) -> None:
         for batch in task.window():
             state = task.carry if self.stateful else None
-            for input, target in self._pieces(batch.input, batch.target):
+            pieces = [*self._pieces(batch.input, batch.target)]
+            if task.train and task.agreement is not None:
+                self._check_lengths(task, sum(input.shape[self.time_dim] for input, _ in pieces))
+            for input, target in pieces:
                 output, state = task.forward(input, state)
                 steps = input.shape[self.time_dim]  # the logged mean is over all time steps
                 loss = task.criterion(output, target, weight=batch.weight * steps)
@@ -61,6 +64,17 @@ class TruncatedBackpropagation:
                     task.update()
             if self.stateful:
                 task.carry = state
+
+    def _check_lengths(self, task: Task, steps: int) -> None:
+        """Raises DataError where processes would make different numbers of optimizer steps."""
+        assert task.agreement is not None
+        if not task.agreement.same(steps):
+            found = task.backend.all_gather_object(steps)
+            raise DataError(
+                f"the processes' parts of a batch differ in time steps, {found} by rank: of "
+                f"several processes, let the dataset or the collate function make all sequences "
+                f"equally long"
+            )
 
     def _pieces(self, input: Any, target: Any) -> Any:
         for part in (input, target):

@@ -58,6 +58,10 @@ class Backend:
         """The model on the device, with the same values on every process."""
         return model.to(self.device)
 
+    def prepare_criterion(self, criterion: nn.Module) -> None:
+        """A loss with parameters or buffers: on the device, with the same values everywhere."""
+        criterion.to(self.device)
+
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, wrapped where the backend needs it."""
         return optimizer
@@ -114,7 +118,11 @@ class Backend:
         return tensor
 
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
-        """Concatenation over processes along the first dimension, with gradients."""
+        """Concatenation over processes along the first dimension, with gradients.
+
+        Each may have another number of rows, or none. Every process has to call it, and its
+        backward too: what a process has no rows for is still a loss of it, of weight 0.
+        """
         return tensor
 
     # --- what processes say to one another, on the host ---

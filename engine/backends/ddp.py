@@ -67,6 +67,7 @@ class Ddp(Processes):
         self.sync_batch_norm = sync_batch_norm
         self._wrapped: DistributedDataParallel | None = None
         self._covered: set[int] = set()
+        self._graph_known = True
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         if self.sync_batch_norm and self.world_size > 1:
@@ -99,11 +100,14 @@ class Ddp(Processes):
                 static_graph=self.static_graph,
             )
         self._covered = {id(p) for p in trained}
+        self._graph_known = not self.static_graph
         return self._wrapped
 
     def sync_gradients(self, on: bool) -> None:
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = on
+            # torch learns a static graph from the first backward, which has to reduce. What is an
+            # average already is not changed by being averaged again.
+            self._wrapped.require_backward_grad_sync = on or not self._graph_known
             self._wrapped.require_forward_param_sync = False  # a forward that reduces sets it
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -111,6 +115,7 @@ class Ddp(Processes):
             return
         if self._wrapped is not None:
             self._check_reduced(self._wrapped)
+            self._graph_known = True
         rest = [p for p in parameters if id(p) not in self._covered]
         if rest:
             self._average(rest)

@@ -7,7 +7,6 @@ default group. So the device is never read for it, and nothing waits behind a gr
 from __future__ import annotations
 
 import itertools
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -150,16 +149,17 @@ class Processes(OnDevice):
     def gather_with_grad(self, tensor: Tensor) -> Tensor:
         if self._group() is None:
             return tensor
-        if not torch.is_grad_enabled():
-            found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-            dist.all_gather(found, tensor)
-            return torch.cat(found)
-        from torch.distributed.nn.functional import all_gather
+        rows = torch.zeros(self.world_size, dtype=torch.int64)
+        rows[self.rank] = len(tensor)
+        work = self.sum_on_host(rows)
+        assert work is not None
+        work.wait()
+        gathered: Tensor = _Gathered.apply(tensor, rows.tolist(), self)  # type: ignore[no-untyped-call]
+        return gathered
 
-        with warnings.catch_warnings():
-            # What is to come in its place has no gradient in the versions that we support.
-            warnings.simplefilter("ignore", FutureWarning)
-            return torch.cat(all_gather(tensor))  # type: ignore[no-untyped-call]
+    def prepare_criterion(self, criterion: nn.Module) -> None:
+        super().prepare_criterion(criterion)
+        self._broadcast([*(p.data for p in criterion.parameters()), *criterion.buffers()])
 
     def equal_buffers(self, model: nn.Module) -> None:
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
@@ -208,6 +208,27 @@ def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
         found = dist.rendezvous("env://", rank, world_size, timeout=patience)
         _store.append(next(iter(found))[0])
     return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all processes; a row's gradient is the sum of what all of them have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: list[int], processes: Processes) -> Tensor:
+        ctx.rows, ctx.processes = rows, processes
+        padded = tensor.contiguous()
+        if len(tensor) < max(rows):
+            padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in rows]
+        dist.all_gather(found, padded)
+        return torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, rank = ctx.rows, ctx.processes.rank
+        total = ctx.processes.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format))
+        return total.narrow(0, sum(rows[:rank]), rows[rank]), None, None
 
 
 def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:

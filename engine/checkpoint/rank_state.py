@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phaseloop")
 
-_ALONE = ("meters", "recorder", "carry")
+_ALONE = ("meters", "recorder", "carry", "asked_end")
 """What stands in a checkpoint as the primary has it, beside ``rng`` and ``loader``, which are lists
 of one; what the other processes have is in ``others``."""
 
@@ -44,6 +44,7 @@ def gathered(task: Task) -> dict[str, Any]:
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "carry": task.carry,
+        "asked_end": task.asked_end.get(TRAIN, ""),
         "loader": own_loaders(task),
     }
     state = {
@@ -67,7 +68,9 @@ def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
     """What one of them had of its own: ``rng``, ``loader``, meters, rows and ``carry``."""
     if rank == 0:
         loader: dict[str, Any] = next(iter(state.get("loader", [])), {})
-        return {"rng": state["rng"][0], "loader": loader, **{n: state[n] for n in _ALONE}}
+        # Of a checkpoint from before there were several processes, nobody had asked for an end.
+        alone = {"asked_end": "", **{name: state[name] for name in _ALONE if name in state}}
+        return {"rng": state["rng"][0], "loader": loader, **alone}
     sizes = state["others"]["sizes"]
     stop = sum(itertools.islice(sizes, rank))
     packed = state["others"]["bytes"][stop - sizes[rank - 1] : stop]
@@ -99,6 +102,7 @@ def _take(task: Task, own: dict[str, Any]) -> None:
             meters.load_state_dict(to_device(own["meters"][name], task.device))
     task.recorder.load_state_dict(to_device(own["recorder"], task.device))
     task.carry = to_device(own["carry"], task.device)
+    task.asked_end = {TRAIN: own["asked_end"]} if own["asked_end"] else {}
 
 
 def _take_merged(task: Task, state: dict[str, Any]) -> None:
@@ -113,6 +117,8 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
         task.meter_sets[TRAIN].load_merged(to_device(states, task.device))
     rows = [rank["recorder"] for rank in ranks]
     task.recorder.load_merged(to_device(rows, task.device), first)
+    asked = [rank["asked_end"] for rank in ranks if rank["asked_end"]]
+    task.asked_end = {TRAIN: asked[0]} if asked else {}
     task.carry = None
     if any(rank["carry"] is not None for rank in ranks):
         log.warning(

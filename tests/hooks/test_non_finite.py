@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import ConfigError, Data, Gradients, NonFiniteError, Phases, Run, Task, TensorData
-from phaseloop.hooks import non_finite
+from phaseloop.engine import watched
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.metrics_file import MetricsFile
 from phaseloop.hooks.non_finite import NonFinite
@@ -142,7 +142,7 @@ def test_raw_weights_are_judged_while_averages_are_in_the_model() -> None:
 def test_what_waits_is_bounded_and_then_the_samples_are_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(non_finite, "_KEPT", 4)
+    monkeypatch.setattr(watched, "_KEPT", 4)
     xs = [1.0] * 20
     xs[2] = NAN
     hook = NonFinite()
