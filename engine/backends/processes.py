@@ -7,6 +7,7 @@ default group. So the device is never read for it, and nothing waits behind a gr
 from __future__ import annotations
 
 import itertools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -207,7 +208,9 @@ def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
     if not _store:
         found = dist.rendezvous("env://", rank, world_size, timeout=patience)
         _store.append(next(iter(found))[0])
-    return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
+    # Torch's agent keeps its store over restarts, and in it the addresses of those that have ended.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"phaseloop/{attempt}/{next(_trainings)}", _store[0])
 
 
 class _Gathered(torch.autograd.Function):
