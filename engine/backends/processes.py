@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
+from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.devices import OnDevice, choose
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
@@ -51,7 +52,7 @@ class Processes(OnDevice):
         joined = joining.found()
         if joined is not None:
             self.rank, self.world_size = joined.rank, joined.world_size
-        self.device = choose(device, None if joined is None else joined.local_rank)
+        self.device = choose(device, None if joined is None else _number(joined))
         self._host: ProcessGroup | None = None
         self._failed = False
         self._settled = False
@@ -194,6 +195,13 @@ class Processes(OnDevice):
             dist.broadcast(flat, src=0)
             if not self.primary:
                 spread(flat, alike)
+
+
+def _number(joined: Joining) -> int:
+    """Of this process among those that share its machine's GPUs."""
+    # With --gpus-per-task each task sees its own GPU alone, and calls it 0.
+    alone = joined.by == "slurm" and torch.cuda.device_count() == 1
+    return 0 if alone else joined.local_rank
 
 
 _store: list[Store] = []
