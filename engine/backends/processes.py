@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
-from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
