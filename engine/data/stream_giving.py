@@ -52,7 +52,8 @@ class Giving(Planned):
         now = ahead or self._readers.read()
         if now is None and (self._alone or self._train):
             raise DataError(self.why_empty())
-        before = now
+        waits = not (self._alone or self._train)  # until the others have nothing left either
+        before: Read | None = None
         while now is not None:
             standing = now.standing
             enough = self._at_most is not None and standing.windows >= self._at_most
@@ -64,8 +65,8 @@ class Giving(Planned):
                 self._take_mark(now)
             self._standings, self.gave = [*self._standings[-1:], standing], True
             yield from self._micro_batches(now, plan)
-            before, now = now, self._next
-        while not (self._alone or self._train):  # until the others have nothing left either
+            before, now = now if waits else None, self._next
+        while waits:
             yield from self._stand_ins(before, plan)
 
     def _take_mark(self, read: Read) -> None:

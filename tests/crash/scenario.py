@@ -222,7 +222,9 @@ def _of_all(ends: list[tuple[int, str]], rank: int | None) -> tuple[int, str]:
 
     Where all were, one that the signal ended; what the others met with then follows from that.
     """
-    return min(ends) if rank is None else ends[rank if rank < len(ends) else 0]
+    if rank is None:
+        return next((end for end in ends if end[0] < 0 or end[0] in SAVED), ends[0])
+    return ends[rank if rank < len(ends) else 0]
 
 
 # --- what has to hold whenever a process is gone ---
