@@ -45,7 +45,7 @@ BARS = {
     "bytes a sample": 32.0,  # of one that goes by a label or a weight of each
     "batch": 2.0,  # milliseconds; in a mix, of each source
     "batch with classes": 20.0,  # the same where each class's permutation is made when it is met
-    "resume": 100.0,  # milliseconds more than a start
+    "resume": 100.0,  # milliseconds more than a start takes, and half of it
     "own state": 64.0,  # kilobytes of one process
     "collect": 1000.0,  # milliseconds that the primary is held up by all processes' states
     "read": 1000.0,  # milliseconds in which a process reads them and takes its own
@@ -270,7 +270,7 @@ def missed(case: str, samples: int, found: dict[str, float]) -> list[str]:
     batch = "batch with classes" if case == "sampler balanced" else "batch"
     sources = 3 if case == "mix of three" else 1
     values = {batch: max(found[f"batch {place}"] for place in PLACES) / sources,
-              "resume": found["resume"] - found["start"]}  # fmt: skip
+              "resume": found["resume"] - 1.5 * found["start"]}  # fmt: skip
     if case.startswith("sampler"):
         values["bytes a sample"] = found["memory"] * MEGABYTE / samples
     else:

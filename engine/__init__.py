@@ -14,7 +14,7 @@ if not __name__.startswith("phaseloop."):
     raise ImportError("import phaseloop.engine, not engine: a second copy has its own registries")
 
 if TYPE_CHECKING:
-    from phaseloop.engine.backends import Backend, Single
+    from phaseloop.engine.backends import Backend, Ddp, Fsdp, Single
     from phaseloop.engine.checkpoint.fitting import WeightsReport
     from phaseloop.engine.checkpoint.weights import Weights, load_weights
     from phaseloop.engine.data.batch import Batch
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.trainer import Outcome, Trainer
 
 _PLACES = {
-    "backends": ["Backend", "Single"],
+    "backends": ["Backend", "Ddp", "Fsdp", "Single"],
     "checkpoint.fitting": ["WeightsReport"],
     "checkpoint.weights": ["Weights", "load_weights"],
     "data.batch": ["Batch"],
@@ -119,7 +119,9 @@ __all__ = [
     "CutMix",
     "Data",
     "DataError",
+    "Ddp",
     "Debug",
+    "Fsdp",
     "Gradients",
     "GroupRules",
     "Hook",

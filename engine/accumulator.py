@@ -26,6 +26,8 @@ class Accumulator:
         closed: no window is open.
         applied: the window's update was made, or skipped.
         spent: the gradients added so far were used: the next loss begins another pass.
+        explicit_weight: sum of the weights that the step gave since the pass began; None: it gave
+            none.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -45,7 +47,7 @@ class Accumulator:
         """Start to weigh anew: what comes now makes a mean of its own."""
         self._contributed = 0
         self._last: Batch | None = None
-        self._explicit: Tensor | float | None = None
+        self.explicit_weight: Tensor | float | None = None
         self.spent = False
 
     @property
@@ -59,11 +61,6 @@ class Accumulator:
         return self._last is not None and not self.spent
 
     @property
-    def explicit_weight(self) -> Tensor | float | None:
-        """Sum of the weights that the step gave since the pass began; None: it gave none."""
-        return self._explicit
-
-    @property
     def lacks(self) -> int:
         """Samples of this process's share that no loss was made of since the pass began."""
         return self.window.share - self._contributed
@@ -71,7 +68,7 @@ class Accumulator:
     @property
     def is_weighted(self) -> bool:
         """There are gradients that still have to be divided by a sum of weights."""
-        return self.has_gradients and self._explicit is not None
+        return self.has_gradients and self.explicit_weight is not None
 
     def weigh(self, loss: Tensor, batch: Batch, weight: Tensor | float | None) -> Tensor:
         """The loss as backward has to see it.
@@ -87,7 +84,7 @@ class Accumulator:
         """
         if self.spent:
             self.begin_pass()
-        if self._last is not None and (weight is None) != (self._explicit is None):
+        if self._last is not None and (weight is None) != (self.explicit_weight is None):
             raise PhaseloopError(_MIXED)
         if self._last is not batch:  # a step may call backward for several parts of a loss
             self._last = batch
@@ -101,7 +98,9 @@ class Accumulator:
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         if not batch.weight:
             weight = weight * 0  # a stand-in: its samples count on another process
-        self._explicit = weight if self._explicit is None else self._explicit + weight
+        self.explicit_weight = (
+            weight if self.explicit_weight is None else self.explicit_weight + weight
+        )
         return loss * weight
 
     def correction(self, weight: Tensor | float | None) -> Tensor | float | None:

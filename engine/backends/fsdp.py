@@ -11,9 +11,9 @@ import logging
 import weakref
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from phaseloop.engine.backends.processes import Processes
 from phaseloop.engine.backends.units import KEY, roots_of, units_of
@@ -69,6 +69,7 @@ class Fsdp(Processes):
         self.reduce_unused = reduce_unused
         self.shards = self.collective_forward = self.world_size > 1
         self._roots: list[Any] = []
+        self._parts: list[Any] = []
         self._synced = True
         self._windows = False
         self._before: list[weakref.ref[nn.Parameter]] = []
@@ -127,17 +128,22 @@ class Fsdp(Processes):
         sharded.set_reduce_scatter_unused_params(self.reduce_unused)
         # Now, and not at the first forward: a step may call a unit before it calls the root.
         sharded._get_fsdp_state()._lazy_init()
-        parts = [sharded, *units.values()]
-
-        def let_go(*_: Any) -> None:
-            # A backward does it; without one the root would stay whole, and would not see what
-            # its parameters are changed to, such as averages for a test.
-            if not torch.is_grad_enabled():
-                for part in parts:
-                    part.reshard()
-
-        root.register_forward_hook(let_go, always_call=True)
+        root.register_forward_hook(self._after_forward)
         self._roots.append(sharded)
+        self._parts += [sharded, *units.values()]
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what is whole still; where it is in parts already, it stays so.
+
+        A backward does it. Without one a unit would not see what its parameters are changed to: by
+        an optimizer, to averages for a test, to be trained or not.
+        """
+        for part in self._parts:
+            part.reshard()
 
     def _say(self, model: nn.Module, units: dict[str, dict[str, nn.Module]]) -> None:
         if not self.primary:
@@ -176,6 +182,10 @@ class Fsdp(Processes):
             if kind in _UNFUSED and any(group.get("fused") for group in optimizer.param_groups):
                 raise ConfigError("optimizer.fused", f"torch has no fused {kind} for sharded ones")
         return optimizer
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self._let_go()
 
     # --- gradients ---
 

@@ -16,7 +16,7 @@ from phaseloop.engine.events import EVENTS
 from phaseloop.engine.phases import Phase
 from phaseloop.hooks import watchdog
 from phaseloop.hooks.watchdog import Watchdog
-from tests.rigs import process, r1
+from tests.rigs import process, r1, ranks
 from tests.rigs.equal import assert_eq, probe_of, undisturbed
 from tests.rigs.probes import Break
 
@@ -123,6 +123,45 @@ def test_abort_ends_the_process_and_a_restart_goes_on_exactly(tmp_path: Path) ->
 def aborted(folder: Path, save: dict[str, Any], options: dict[str, Any]) -> None:
     hooks = {"watchdog": options["dog"], **options["hooks"]}
     r1.train(folder, probe_of(folder), save=save, hooks=hooks)
+
+
+class HangsOnOne(Hook):
+    """Rank 1 stands still at the end of one update, and the others wait for it."""
+
+    only_watches = True
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def on_step(self, task: Task) -> None:
+        if task.progress.updates == 5 and task.backend.rank == 1:
+            stand_still(self.seconds)
+
+
+def of_two(folder: Path, dog: Watchdog, seconds: float | None) -> str:
+    hooks = {"watchdog": dog, "hang": HangsOnOne(seconds)}
+    return str(r1.train(folder, hooks=hooks, backend=ranks.ddp(), epochs=1)["status"])
+
+
+def test_of_two_processes_each_writes_where_it_stands(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first, second = ranks.run(of_two, folder, dog(), 4 * TOO_LONG)
+    assert first.value == second.value == "finished", first.output + second.output
+    assert "WARNING: watchdog: no step has ended for " in first.output
+    assert "watchdog" not in second.output  # what it says is in its log
+    assert "in hooks.hang.on_step" in (folder / "ranks" / "log-1.txt").read_text()
+    mine, other = (folder / "ranks" / f"stacks-{rank}.txt" for rank in (0, 1))
+    assert "stand_still" not in mine.read_text()  # it waits for the other
+    assert "in stand_still" in other.read_text()
+
+
+def test_of_two_processes_abort_ends_both_after_both_have_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = ranks.run(of_two, folder, dog(abort=True), None)
+    assert ended[1].code == 1, ended[1].output
+    assert ended[0].code == 1, ended[0].output
+    for rank in (0, 1):
+        assert (folder / "ranks" / f"stacks-{rank}.txt").exists()
 
 
 def test_without_a_folder_stacks_go_to_the_standard_error() -> None:

@@ -87,6 +87,7 @@ def task(
     micro: int | None = None,
     clip: Mapping[str, Any] | None = None,
     test: int | None = None,
+    test_every: int | None = None,
     seed: int = 0,
     poison: int | None = None,
     net: Mapping[str, Any] | None = None,
@@ -100,6 +101,7 @@ def task(
         micro: samples of a micro-batch.
         clip: options of :class:`Gradients`.
         test: samples of a test set; None: there is none.
+        test_every: updates between tests; None: at each epoch's end.
         seed: of the weights: processes may begin with different ones.
         poison: index of a training sample that is not finite.
         net: options of the network.
@@ -114,7 +116,7 @@ def task(
         train=Data(data(poison=poison), batch_size=6, micro_batch_size=micro),
         test=None if test is None else Data(data(test), batch_size=4),
         gradients=Gradients(**(clip or {})),
-        phases=Phases(epochs=epochs),
+        phases=Phases(epochs=epochs, test_every_updates=test_every),
         precision=more.pop("precision", "float64"),
         backend=registry.backends.get(backend).target(**{"device": "cpu", **(options or {})}),
         run=Run(dir=None if folder is None else str(folder), threads=1),
