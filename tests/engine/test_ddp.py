@@ -177,6 +177,20 @@ def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 
 
+class ByLoss(torch.optim.SGD):
+    """Its rate is the loss that the closure gives."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            group["lr"] = float(loss)
+        return super().step()
+
+
+def by_loss(model: nn.Module) -> torch.optim.Optimizer:
+    return ByLoss(model.parameters(), lr=1.0)
+
+
 def closure() -> Any:
     def square(output: Tensor, target: Tensor) -> Tensor:
         return mean_square(output, nn.functional.one_hot(target, 2))
@@ -307,7 +321,7 @@ CASES: dict[str, Case] = {
     "alternating, windows": (alternating, {"batch_size": 5, "micro_batch_size": 2}),
     "closure": (closure, {}),
     "closure, weights": (
-        weighted, {"step": _weighted_closure, "batch_size": 12}
+        weighted, {"step": _weighted_closure, "batch_size": 12, "optimizer": by_loss}
     ),
     "tbptt": (tbptt, {}),
     "weights": (weighted, {}),
@@ -339,3 +353,20 @@ def test_two_processes_make_the_updates_of_one(name: str) -> None:
     for key, value in alone.items():
         assert torch.equal(first[key], second[key]), key
         torch.testing.assert_close(first[key], value, rtol=0, atol=1e-10)
+
+
+def tbptt_of_other_lengths() -> Any:
+    """The sequences of the second process are shorter, as a collate function may pad them."""
+    x = torch.zeros(8, 6 - pairs.rank(), 4, dtype=torch.float64)
+    return state(
+        make(
+            seeded(Recurrent), samples=(x, x[..., :2]), criterion=mean_square,
+            train_step=TruncatedBackpropagation(5), data={"batch_size": 4},
+        )
+    )  # fmt: skip
+
+
+def test_sequences_that_differ_in_length_between_processes() -> None:
+    ((first, second),) = pairs.results([(tbptt_of_other_lengths, {})])
+    assert first == second
+    assert "the processes' parts of a batch differ in time steps, [6, 5] by rank" in first
