@@ -65,6 +65,8 @@ class Agreement:
 
     def begin(self, window: Window) -> None:
         """A window begins on this process: tell the others, and go on."""
+        if self._work is not None:
+            return  # it begins anew, and they have been told
         self._tell(window)
         self._work = self._backend.sum_on_host(self._told)
 

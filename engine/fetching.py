@@ -5,7 +5,7 @@ An error or a signal finds the state whole as long as the window has not begun.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,9 @@ class Fetching(Committing):
             has moved since the last step that every hook has seen to its end.
         window_start: puts aside what a window may change, for whoever may redo it; None: nobody.
         agreement: what several processes decide together; None: there is one.
+        may_redo: on several processes, this window may be begun anew: nothing is reduced before it
+            is whole on all.
+        before_reduce: called then, on all.
     """
 
     backend: Backend
@@ -62,6 +65,8 @@ class Fetching(Committing):
         self.failed_whole = False
         self.window_start: WindowStart | None = None
         self.agreement: Agreement | None = None
+        self.may_redo = False
+        self.before_reduce: Callable[[], None] | None = None
         self._pending: Batch | None = None
         self._window: list[Batch] = []
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None

@@ -111,6 +111,8 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
             f"of update {task.progress.updates + 1}; of several processes each has to, for every "
             f"micro-batch: give a loss of weight 0"
         )
+    if task.before_reduce is not None:
+        task.before_reduce()
     task.backend.reduce_gradients(task.trainable)
     if weight is None:
         return None

@@ -139,7 +139,7 @@ class Turns(Walk):
         """Let the backend reduce gradients in backward, where the step allows it."""
         self._wrapped_for = self._flags()
         facts = self.step_facts
-        if facts.whole_model_forward and not facts.takes_window:
+        if facts.whole_model_forward and not facts.takes_window and not self.may_redo:
             self.model = self.backend.wrap(self.bare_model)
         else:
             self.backend.unwrap()
@@ -158,8 +158,8 @@ class Turns(Walk):
                 self.backend.equal_buffers(module)
 
     def _flags(self) -> list[bool]:
-        """Which parameters are trained now."""
-        return [parameter.requires_grad for parameter in self._parameters]
+        """What the wrapper depends on: which parameters are trained now, and in which way."""
+        return [self.may_redo, *(parameter.requires_grad for parameter in self._parameters)]
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; implemented by the task."""

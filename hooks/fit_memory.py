@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
+from phaseloop.engine.proof import Found, Proof, RedoError, meet_in_forward
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.step_facts import Step
 from phaseloop.engine.task import Task
@@ -31,11 +33,17 @@ class FitMemory(Hook):
     changed is put back before (see :class:`WindowStart`). The size found holds for the rest of
     the run, for that set of samples, and is in the checkpoint.
 
+    Several processes begin an update again together, so that it has to be whole on all of them
+    before its gradients are reduced. That is slower than to reduce while backward runs, so they do
+    it for some updates only, until the size counts as proven; after that, to run out of memory is
+    an error. In tests each finds its size for itself.
+
     Args:
         least: smallest micro-batch to go down to.
+        prove: on several processes, updates until a size counts as proven.
 
     Raises:
-        ConfigError: ``least`` is less than 1.
+        ConfigError: ``least`` or ``prove`` is less than 1.
         torch.OutOfMemoryError: from the train step, where nothing smaller is left, or an
             optimizer has already stepped in the batch; the message says which.
 
@@ -43,16 +51,22 @@ class FitMemory(Hook):
         sizes: by the place of a set in the configuration, such as ``data.train``, the size found.
     """
 
-    def __init__(self, least: int = 1) -> None:
-        if least < 1:
-            raise ConfigError("hooks.fit_memory.least", f"{least} is less than 1")
+    def __init__(self, least: int = 1, prove: int = 20) -> None:
+        for name, value in (("least", least), ("prove", prove)):
+            if value < 1:
+                raise ConfigError(f"hooks.fit_memory.{name}", f"{value} is less than 1")
         self.least = least
+        self.prove = prove
         self.sizes: dict[str, int] = {}
+        self._proof: Proof | None = None
 
     def on_start(self, task: Task) -> None:
         self._check(task)
         self.sizes = {}
-        task.window_start = WindowStart(task)
+        if task.agreement is None:
+            task.window_start = WindowStart(task)
+        else:
+            task.window_start = self._proof = Proof(task, self.prove)
         task.stages.guard_steps(self._guarded)
 
     def on_resume(self, task: Task) -> None:
@@ -60,24 +74,37 @@ class FitMemory(Hook):
             if loader.key in self.sizes:
                 loader.cut_smaller(self.sizes[loader.key])
 
+    def on_step(self, task: Task) -> None:
+        if self._proof is not None and task.updated:
+            self._proof.count()
+
+    def on_phase_end(self, task: Task) -> None:
+        if task.agreement is not None and not task.train:
+            self._share(task)
+
     def on_end(self, task: Task, outcome: Any) -> None:
         if task.window_start is not None:
             task.window_start.let_go()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sizes": dict(self.sizes)}
+        proof = {} if self._proof is None else {"proven": self._proof.state()}
+        return {"sizes": dict(self.sizes), **proof}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, size in state["sizes"].items():  # a size found since that state stays found
-            self.sizes[key] = min(size, self.sizes.get(key, size))
+        self._take(state["sizes"])  # a size found since that state stays found
+        if self._proof is not None:
+            self._proof.load(state.get("proven", []))
 
     def _check(self, task: Task) -> None:
         key = f"hooks.{self.name}"
         if task.window_start is not None:
             raise ConfigError(key, "there is another hook of this kind; leave one out")
-        if task.backend.world_size > 1:
+        if task.agreement is not None and meet_in_forward(task):
             raise ConfigError(
-                key, "it is for one process: several would have to agree on a size, and do not yet"
+                key,
+                "processes have to go through this model together, as often as each other (it is "
+                "sharded, or has synchronised batch norms), and one that runs out of memory cannot "
+                "wait for the others; leave the hook out, and set data.train.micro_batch_size",
             )
         for number, (_, facts) in enumerate(task.stages.steps):
             if facts.one_piece:
@@ -114,6 +141,8 @@ class FitMemory(Hook):
                     if not _is_out_of_memory(error):
                         raise
                     size = self._smaller(task, error)
+                except RedoError:
+                    size = self._smaller(task, None)
                 # Behind the error: its frames hold on to batch, output and graph.
                 self._begin_again(task, size)
                 if task.step_is_empty:  # the collate function has nothing for the first piece
@@ -121,16 +150,23 @@ class FitMemory(Hook):
 
         return guarded
 
-    def _smaller(self, task: Task, error: BaseException) -> int:
+    def _smaller(self, task: Task, error: BaseException | None) -> int:
         """The size to go on with: the one place that decides.
+
+        Args:
+            error: None: another process has run out of memory, not this one.
 
         Raises:
             torch.OutOfMemoryError: there is none.
         """
         assert task.window_start is not None
-        size = _largest(task.accumulator.window)
+        size, why = _largest(task.accumulator.window), task.window_start.why_not()
+        first_line, place = str(error).split("\n", 1)[0], ""
+        if self._proof is not None and task.train:
+            met = self._proof.met(error is not None, Found(size, why, first_line))
+            size, why, first_line = met.found
+            place = f" on rank {met.rank}"
         smaller = max(self.least, -(-size // 2))
-        why = task.window_start.why_not()
         if smaller >= size:
             why = "there are no smaller ones"
             if self.least > 1:
@@ -139,14 +175,16 @@ class FitMemory(Hook):
             key = task.loaders[task.phase.name].key
             why = f"{why}; resume with {key}.micro_batch_size={smaller}"
         if why:
-            first_line = str(error).split("\n", 1)[0]
-            raise torch.OutOfMemoryError(f"{_where(task, size)}: {why} ({first_line})") from error
+            said = f"{_where(task, size)}{place}: {why} ({first_line})"
+            raise torch.OutOfMemoryError(said) from error
         return smaller
 
     def _begin_again(self, task: Task, size: int) -> None:
         assert task.window_start is not None
         loader = task.loaders[task.phase.name]
         before = _largest(task.accumulator.window)
+        if self._proof is not None and task.train:
+            before = self._proof.size
         self._tell(task, loader, before, size)
         task.drop_attempt()
         gc.collect()
@@ -155,6 +193,16 @@ class FitMemory(Hook):
         loader.cut_smaller(size)
         self.sizes[loader.key] = size
         task.fetch_again()
+
+    def _take(self, sizes: Mapping[str, int]) -> None:
+        for key, size in sizes.items():
+            self.sizes[key] = min(size, self.sizes.get(key, size))
+
+    def _share(self, task: Task) -> None:
+        """What each process has found in a test, all know."""
+        for sizes in task.backend.all_gather_object(self.sizes):
+            self._take(sizes)
+        self.on_resume(task)
 
     def _tell(self, task: Task, loader: AnyLoader, before: int, size: int) -> None:
         log.warning(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.proof import meet_in_forward
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.swapping import Place, places
 from phaseloop.engine.task import Task
@@ -31,8 +33,12 @@ class PreciseBN(Hook):
     process, with its own augmentation. After the test the raw statistics are back, and they are
     what a checkpoint holds: the training is the same with this hook or without.
 
+    Several processes measure over their shares of the same batches, and put together what they
+    found: as one process has it for a first batch norm. What comes behind one sees what that made
+    of a micro-batch, and so depends on its size.
+
     Args:
-        batches: micro-batches of training data to measure over.
+        batches: micro-batches of training data to measure over, on each process.
         every_epochs: at the tests of every n-th epoch, and after the last update.
 
     Raises:
@@ -99,30 +105,53 @@ class PreciseBN(Hook):
         }
         task.swapping.keep(buffers)
         before = [_Settings(norm) for norm in norms]
+        counts = [_Count(norm) for norm in norms]
         try:
             for norm in norms:
                 norm.training = True
-            update_bn_stats(_Forward(task), self._inputs(task, loader.beside()), self.batches)
+            inputs = self._inputs(task, loader.beside())
+            stopped = False
+            try:
+                update_bn_stats(_Forward(task, norms), inputs, self.batches)
+            except _StoppedError:
+                stopped = True
+            if stopped if task.agreement is None else task.agreement.total(stopped):
+                raise _StoppedError
+            if task.agreement is not None:
+                _put_together(task, counts)
             return _statistics_in(buffers)
         finally:
             for settings in before:
                 settings.put_back()
 
     def _inputs(self, task: Task, loader: AnyLoader) -> Iterator[Any]:
-        """Inputs of training data, epoch after epoch."""
+        """Inputs of training data, epoch after epoch.
+
+        As many on all processes: one that has no part in a batch gives a :class:`_StandIn`.
+        """
         epoch = max(1, task.progress.epoch)
         while True:
             given = 0
             for _, batch in loader.batches(epoch, task.progress.roll_backs, 0):
                 if task.signals.received is not None:
                     raise _StoppedError
-                if batch is not None and batch.weight:
-                    given += 1
-                    data = task.precision.cast_input(batch.data)
-                    yield Batch(data, batch.indices, batch.weight).input
+                if batch is None:
+                    if task.agreement is not None:
+                        raise DataError(f"hooks.{self.name}: {loader.key}: {_NONE_ALONE}")
+                    continue
+                given += 1
+                data = task.precision.cast_input(batch.data)
+                input = Batch(data, batch.indices, batch.weight).input
+                yield input if batch.weight else _StandIn(input)
             if not given:
                 raise DataError(f"hooks.{self.name}: epoch {epoch} has no batch that is not None")
             epoch += 1
+
+
+_NONE_ALONE = (
+    "the collate function gave None; of several processes each has to have its part of a batch: "
+    "leave such samples out of the dataset"
+)
 
 
 class _StoppedError(Exception):
@@ -132,18 +161,67 @@ class _StoppedError(Exception):
 class _Forward(nn.Module):
     """The task's model, called as in a forward pass of the task, without its events."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, norms: list[nn.Module]) -> None:
         super().__init__()
         self.model = task.bare_model
         self._task = task
+        self._norms = norms
 
     def forward(self, *inputs: Any) -> None:
+        if not isinstance(inputs[0], _StandIn):
+            self._through(*inputs)
+        elif meet_in_forward(self._task):
+            hooks = [dict(norm._forward_pre_hooks) for norm in self._norms]
+            for norm in self._norms:
+                norm._forward_pre_hooks.clear()  # nobody counts it, and so it does not count
+            try:
+                self._through(inputs[0].input)
+            finally:
+                for norm, own in zip(self._norms, hooks, strict=True):
+                    norm._forward_pre_hooks.update(own)
+
+    def _through(self, *inputs: Any) -> None:
         task = self._task
         if task.precision.changes_forward:
             with task.precision.autocast(task.device):
                 self.model(*inputs)
         else:
             self.model(*inputs)
+
+
+class _StandIn(NamedTuple):
+    """What a process has where a batch has no sample for it."""
+
+    input: Any
+
+
+class _Count:
+    """How many values of each channel a batch norm has measured."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm: Any = norm
+        self.values = 0
+        norm.register_forward_pre_hook(self._add)  # removed with the library's own
+
+    def _add(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.values += inputs[0].numel() // inputs[0].shape[1]
+
+
+def _put_together(task: Task, counts: list[_Count]) -> None:
+    """Mean and variance over the values of all processes, in one message of float64."""
+    parts = []
+    for count in counts:
+        mean, variance = count.norm.running_mean.double(), count.norm.running_var.double()
+        number = mean.new_tensor([float(count.values)])
+        parts += [number, number * mean, number * (variance + mean.square())]
+    total = task.backend.all_reduce(torch.cat(parts))
+    sums = iter(torch.split(total, [len(part) for part in parts]))
+    for count in counts:
+        number = next(sums).clamp(min=1)  # a norm that nobody went through has nothing
+        mean, square = next(sums) / number, next(sums) / number
+        norm = count.norm
+        norm.running_mean = mean.to(norm.running_mean.dtype)
+        norm.running_var = (square - mean.square()).to(norm.running_var.dtype)
 
 
 class _Settings:

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from phaseloop.engine.config.schema import Schema
 from phaseloop.engine.starting import Starting
-from phaseloop.tools import worker
+
+PATH = "PHASELOOP_PATH"
+"""Where modules are looked for, a folder a line."""
+
+JOB = "PHASELOOP_JOB"
+"""Of a multirun: the name of this job's folder."""
 
 FOLDER = "PHASELOOP_FOLDER"
 """The run's folder, where its name has the time in it: one for all processes and restarts."""
@@ -46,14 +51,14 @@ def command(words: Sequence[str]) -> list[str]:
     """Program and arguments of one process."""
     # As multiprocessing does: -O, -W, -X and the like are the processes' too.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, worker.__file__, *words]
+    return [sys.executable, *flags, str(Path(__file__).with_name("worker.py")), *words]
 
 
 def environment(job_folder: str) -> dict[str, str]:
     """What a process has to know that its words do not say."""
     return {
-        worker.PATH: "\n".join(sys.path),
-        worker.JOB: job_folder,
+        PATH: "\n".join(sys.path),
+        JOB: job_folder,
         SINCE: os.environ.get(SINCE) or str(time.time()),
     }
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from phaseloop.engine import outcomes, starting
+from phaseloop.engine import outcomes
 from phaseloop.engine.config import compose as composing
-from phaseloop.engine.config import places
+from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
-from phaseloop.tools import submitting
+from phaseloop.tools import launching, submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -91,9 +91,9 @@ def run(overrides: Sequence[str], job_folder: str = "") -> int:
 def _run(overrides: Sequence[str], job_folder: str) -> int:
     composed = composing.compose(overrides)
     schema = schemas.check(composed.config)
-    first = os.environ.get("RANK", "0") == "0"
+    told = os.environ.get("RANK", "0") != "0" or launching.FOLDER in os.environ
     # The same command finds the same folder.
-    if composed.timed_folder and schema.run.resume == "auto" and first:
+    if composed.timed_folder and schema.run.resume == "auto" and not told:
         print(TIMED_FOLDER, file=sys.stderr)
     schema.run.dir = str(Path(schema.run.dir or Path("runs") / composed.name) / job_folder)
     if schema.run.checkpoints is not None and job_folder:
@@ -102,9 +102,7 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
     if job is not None and not schema.plan and submitting.SUBMITTED not in os.environ:
         return submitting.submit(overrides, job_folder, schema, job)
     # What follows imports torch: only once the keys are right.
-    from phaseloop.tools import launching
-
-    started = None if schema.plan else starting.wanted(schema.backend)
+    started = None if schema.plan else processes.wanted(schema.backend)
     if started is not None:
         return launching.start(overrides, job_folder, schema, started)
     schema.run.dir = os.environ.get(launching.FOLDER) or schema.run.dir

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 from phaseloop.engine.config.places import Slurm
+from phaseloop.engine.config.processes import RENDEZVOUS
 from phaseloop.engine.config.schema import Schema
 from phaseloop.engine.errors import ConfigError
-from phaseloop.engine.starting import RENDEZVOUS
 
 SUBMITTED = "PHASELOOP_SUBMITTED"
 """This is the job: there is nothing to be submitted any more."""

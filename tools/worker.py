@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 
-PATH = "PHASELOOP_PATH"
-JOB = "PHASELOOP_JOB"
+# Named in launching.py too, which cannot be imported before the first is read.
+_PATH = "PHASELOOP_PATH"
+_JOB = "PHASELOOP_JOB"
 
 _SIGNALLED = 128
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -22,11 +23,11 @@ def main() -> None:
     end_with(int(os.environ["PHASELOOP_PARENT"]))
     # Until the run has handlers of its own, a Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path[:] = os.environ[PATH].split("\n")
+    sys.path[:] = os.environ[_PATH].split("\n")
     from phaseloop.engine import outcomes
     from phaseloop.tools import run
 
-    code = run.run(sys.argv[1:], os.environ.get(JOB, ""))
+    code = run.run(sys.argv[1:], os.environ.get(_JOB, ""))
     if code > _SIGNALLED and outcomes.leave(outcomes.Outcome(code)):
         code = run.DONE
     sys.exit(code)

@@ -7,7 +7,6 @@ them is here: signals are handed on, one failure ends all, and its cause is said
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
@@ -26,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from phaseloop.engine import outcomes
+from phaseloop.engine.backends import hearing
 from phaseloop.engine.backends.forwarding import Forwarding, Stopped
 from phaseloop.engine.backends.joining import PHASELOOP, STARTED_BY
 from phaseloop.engine.outcomes import Outcome
@@ -38,8 +37,7 @@ _ERROR = 1
 _SIGNALLED = 128
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
 _LOOK = 0.1  # seconds between two looks at the processes
-_CAUSE = "phaseloop/cause"  # in the store that machines share
-_TO_TELL = 2.0  # seconds in which machines tell one another the cause
+_ELSEWHERE = Outcome(_ERROR, "was ended, since another machine's processes have failed", lost=True)
 
 
 def launch(
@@ -68,8 +66,8 @@ def launch(
         except Stopped as stopped:
             return _SIGNALLED + stopped.number
         except RendezvousError as error:
-            where = starting.rendezvous or "this machine"
-            _say(f"the {starting.nodes} machines did not meet at {where}: {_reason(error)}")
+            what = f"the {starting.nodes} machines cannot meet, or have lost one another"
+            _say(f"{what}, at {starting.rendezvous or 'this machine'}: {_reason(error)}")
             return _ERROR
 
 
@@ -134,7 +132,7 @@ class _Agent(LocalElasticAgent):
             _kill(processes)
         codes = {n: p.proc.poll() for n, p in processes.subprocess_handlers.items()}
         failed = {n: code for n, code in codes.items() if code}
-        if failed:
+        if failed or hearing.is_known(worker_group):
             noticed = time.time() - _LOOK
             self._end(processes)
             self._judge(failed, noticed, processes, worker_group)
@@ -171,12 +169,12 @@ class _Agent(LocalElasticAgent):
             left = outcomes.left(file)
             if left is not None and n not in ends and 0 < left.code < _SIGNALLED:
                 ends[n] = left  # it failed while it was asked to end
-        first = min(ends, key=lambda n: _precedence(ends[n]))
-        rank, cause = group.workers[first].global_rank, ends[first]
+        first = min(ends, key=lambda n: _precedence(ends[n]), default=0)
+        rank, cause = group.workers[first].global_rank, ends.get(first, _ELSEWHERE)
         # Who was asked to end, or has said itself why it does, says nothing here.
         text = "" if cause.code > _SIGNALLED else outcomes.in_words(rank, cause)
-        if group.store is not None and (group.group_world_size or 1) > 1:
-            cause, text = _shared(group.store, cause, text)
+        if group.store is not None and hearing.machines(group) > 1:
+            cause, text = hearing.shared(group.store, hearing.machines(group), cause, text)
         self._failed_with = cause
         if text:
             _say(text)
@@ -185,7 +183,7 @@ class _Agent(LocalElasticAgent):
         if self._remaining_restarts:
             limit = group.spec.max_restarts
             number = limit - self._remaining_restarts + 1
-            _say(f"starting all processes again, from the newest checkpoint ({number} of {limit})")
+            _say(f"starting all processes again ({number} of {limit})")
 
     def _outcome(self, code: int, file: str, noticed: float) -> Outcome:
         """How a process ended that failed by itself."""
@@ -202,25 +200,6 @@ class _Agent(LocalElasticAgent):
         # When nccl or gloo abort a process, they do so since they have lost another.
         lost = code == -signal.SIGABRT
         return Outcome(_ERROR, how, lost=lost, time=noticed)
-
-
-def _shared(store: Store, cause: Outcome, text: str) -> tuple[Outcome, str]:
-    """The cause, from the machine that it was on."""
-    try:
-        if not cause.lost:
-            about = {"code": cause.code, "text": f"on {socket.gethostname()}: {text}"}
-            store.set(_CAUSE, json.dumps(about))
-            time.sleep(_TO_TELL / 2)
-            return cause, text
-        until = time.monotonic() + _TO_TELL
-        while time.monotonic() < until:
-            if store.check([_CAUSE]):
-                found = json.loads(store.get(_CAUSE))
-                return Outcome(found["code"], lost=True), found["text"]
-            time.sleep(_LOOK)
-    except RuntimeError:
-        pass  # the machine that held the store is gone
-    return cause, text
 
 
 def _precedence(outcome: Outcome) -> tuple[bool, bool, float]:

@@ -7,6 +7,7 @@ default group. So the device is never read for it, and nothing waits behind a gr
 from __future__ import annotations
 
 import itertools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
+from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
@@ -50,7 +52,7 @@ class Processes(OnDevice):
         joined = joining.found()
         if joined is not None:
             self.rank, self.world_size = joined.rank, joined.world_size
-        self.device = choose(device, None if joined is None else joined.local_rank)
+        self.device = choose(device, None if joined is None else _number(joined))
         self._host: ProcessGroup | None = None
         self._failed = False
         self._settled = False
@@ -195,6 +197,13 @@ class Processes(OnDevice):
                 spread(flat, alike)
 
 
+def _number(joined: Joining) -> int:
+    """Of this process among those that share its machine's GPUs."""
+    # With --gpus-per-task each task sees its own GPU alone, and calls it 0.
+    alone = joined.by == "slurm" and torch.cuda.device_count() == 1
+    return 0 if alone else joined.local_rank
+
+
 _store: list[Store] = []
 _trainings = itertools.count()
 
@@ -207,7 +216,9 @@ def _meeting_place(rank: int, world_size: int, patience: timedelta) -> Store:
     if not _store:
         found = dist.rendezvous("env://", rank, world_size, timeout=patience)
         _store.append(next(iter(found))[0])
-    return PrefixStore(f"phaseloop/{next(_trainings)}", _store[0])
+    # Torch's agent keeps its store over restarts, and in it the addresses of those that have ended.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"phaseloop/{attempt}/{next(_trainings)}", _store[0])
 
 
 class _Gathered(torch.autograd.Function):

@@ -118,7 +118,11 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
     rows = [rank["recorder"] for rank in ranks]
     task.recorder.load_merged(to_device(rows, task.device), first)
     asked = [rank["asked_end"] for rank in ranks if rank["asked_end"]]
-    task.asked_end = {TRAIN: asked[0]} if asked else {}
+    task.asked_end = {}
+    if asked and task.agreement is not None:
+        task.asked_end = {TRAIN: asked[0]}
+    elif asked:
+        task.progress.ending = task.progress.ending or asked[0]
     task.carry = None
     if any(rank["carry"] is not None for rank in ranks):
         log.warning(

@@ -25,6 +25,7 @@ from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.defaults import defaults
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
+from phaseloop.engine.config.processes import resolved
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
 from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
 from phaseloop.engine.config.typed import convert, to_dataclass
@@ -34,7 +35,6 @@ from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.stages import Stage
-from phaseloop.engine.starting import resolved
 from phaseloop.engine.task import Task
 from phaseloop.engine.urls import without_secrets
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from phaseloop.engine.config import places
+from phaseloop.engine.config.processes import asked_for
 from phaseloop.engine.config.typed import check_keys, to_dataclass
 from phaseloop.engine.data.options import check_limit, check_options, check_weight
 from phaseloop.engine.errors import ConfigError, nearest
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.settings import Debug, Gradients, LossScale, Run
-from phaseloop.engine.starting import asked_for
 from phaseloop.engine.urls import check_url
 
 Component = dict[str, Any]

@@ -47,6 +47,8 @@ class StreamPlan(BatchPlan):
     ) -> Window:
         """The micro-batches of what this process has read of a batch, from position ``start`` on.
 
+        Its ``samples`` are this process's until all have told theirs.
+
         Of several processes all make as many as the largest share of a whole batch takes. One
         that is short of some repeats its first, with weight 0, where there are stand-ins.
         """

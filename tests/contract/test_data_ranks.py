@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from phaseloop import Data, Hook, Trainer
-from phaseloop.engine.backends import Ddp
+from phaseloop.engine.backends import Ddp, Fsdp
 from tests.rigs import equal, process, r0, r1, ranks, streams
 from tests.rigs.probes import watch
 
@@ -270,6 +270,42 @@ def test_met_b_every_sample_once_on_two_processes(workers: int) -> None:
         assert first["final"][f"{name}/loss"] == pytest.approx(loss, rel=1e-6)
     assert first["final"] == second["final"]
     assert "one_sided" not in first["seen"]
+
+
+def _sharded() -> dict[str, Any]:
+    """With fsdp, under which all go through the model together, also in a test."""
+    seen: list[int] = []
+    passes = 0
+
+    class See(Hook):
+        def on_forward(self, task: Any) -> None:
+            nonlocal passes
+            if not task.train:
+                passes += 1
+                seen.extend(task.batch.data["index"].tolist() if task.batch.weight else [])
+
+    task = r1.make_task(
+        None,
+        train=Data(streams.Shared(28, counts=(12, 16)), BATCH, micro_batch_size=3),
+        test={"test": Data(streams.Shared(9, counts=(8, 1)), 4, micro_batch_size=1)},
+        epochs=1,
+        optimizer=lambda model: r1.optimizer("sgd", model),
+        backend=Fsdp("cpu", timeout=30, start_timeout=30),
+    )
+    outcome = Trainer(task, {**r1.make_hooks(), "see": See()}).train()
+    return {"seen": seen, "passes": passes, "updates": outcome.updates,
+            "accuracy": outcome.final["test/accuracy"]}  # fmt: skip
+
+
+def test_met_b_with_fsdp_who_has_run_out_goes_on_unmeasured() -> None:
+    """Eight samples and one: four batches of four, in two micro-batches on each process."""
+    first, second = ranks.results(_sharded)
+    assert (first["updates"], second["updates"]) == (3, 3)
+    # In the order 7 i the ninth is 8 * 7 = 6 * 9 + 2.
+    assert (sorted(first["seen"]), second["seen"]) == ([0, 1, 3, 4, 5, 6, 7, 8], [2])
+    assert first["passes"] == second["passes"] == 4 * 2
+    assert first["accuracy"] == second["accuracy"]
+    assert 9 * first["accuracy"] == pytest.approx(round(9 * first["accuracy"]), abs=1e-9)
 
 
 def _empty_test() -> None:

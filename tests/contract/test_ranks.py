@@ -1,4 +1,4 @@
-"""Every line marked 2P on meters, decisions, gradients and resuming: real processes on gloo.
+"""Every line marked 2P on meters, decisions, gradients and files: real processes on gloo.
 
 Many checks share a pair of processes: what they give back is compared here.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,8 @@ from phaseloop.hooks.metrics_file import MetricsFile
 from phaseloop.hooks.row_sync import RowSync
 from phaseloop.hooks.tensorboard import TensorBoard
 from tests.rigs import equal, process, r1, ranks
-from tests.rigs.probes import Scripted, watch
+from tests.rigs.probes import Scripted, parameters, watch
 from tests.rigs.r0 import numbers, r0, train, weight
-
-
-def agreed(values: list[Any]) -> Any:
-    """What all ranks gave, which has to be the same to the bit."""
-    for rank, value in enumerate(values[1:], 1):
-        found = list(equal.differ(f"ranks 0 and {rank}", values[0], value))
-        assert not found, found
-    return values[0]
-
-
-def parameters(task: Task) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in task.bare_model.parameters()])
 
 
 def still(model: nn.Module) -> torch.optim.Optimizer:
@@ -105,7 +92,7 @@ def all_sizes() -> dict[str, float]:
 def test_met_b_test_sets_of_every_size_count_every_sample_once() -> None:
     one = process.result(all_sizes)
     for size in (2, 3):  # on three, a batch of four is shared as 2, 1, 1
-        several = agreed(ranks.results(all_sizes, processes=size))
+        several = ranks.agreed(ranks.results(all_sizes, processes=size))
         for n in SIZES:
             assert several[f"of{n}/count"] == n
             for exact in ("accuracy", "theirs"):
@@ -125,7 +112,7 @@ def one_and_zero(folder: Path) -> dict[str, Any]:
 
 
 def test_met_c_both_report_the_mean_over_both(tmp_path: Path) -> None:
-    final = agreed(ranks.results(one_and_zero, tmp_path / "run"))
+    final = ranks.agreed(ranks.results(one_and_zero, tmp_path / "run"))
     assert final["test/loss"] == (1 + 0) / 2
     assert final["train/loss"] == (1 + 2 + 3) / 3 / 2
     rows = equal.rows(tmp_path / "run")
@@ -160,7 +147,7 @@ def opposite(folder: Path) -> dict[str, Any]:
 
 
 def test_ddp_c_opposite_scores_have_one_best_one_stop_and_one_plateau(tmp_path: Path) -> None:
-    both = agreed(ranks.results(opposite, tmp_path / "both"))
+    both = ranks.agreed(ranks.results(opposite, tmp_path / "both"))
     assert both["updates"] == 4  # the best in epoch 2, and two without improvement
     assert both["best"]["test/score"] == 0.4
     assert both == process.result(opposite, tmp_path / "one")
@@ -178,7 +165,7 @@ def by_hand() -> float:
 
 
 def test_ddp_d_a_window_over_two_ranks_is_one_mean() -> None:
-    assert agreed(ranks.results(by_hand)) == -(1 + 3 + 5 + 9) / 4 == -4.5
+    assert ranks.agreed(ranks.results(by_hand)) == -(1 + 3 + 5 + 9) / 4 == -4.5
 
 
 MICRO = (1, 2, 5)
@@ -201,7 +188,7 @@ def invariant() -> dict[Any, tuple[int, Tensor]]:
 
 
 def test_ga_e_neither_processes_nor_micro_batches_change_the_training() -> None:
-    found = {size: agreed(ranks.results(invariant, processes=size)) for size in (1, 2, 3)}
+    found = {size: ranks.agreed(ranks.results(invariant, processes=size)) for size in (1, 2, 3)}
     for name in ("sgd", "adam"):
         _, expected = found[1][name, 5]
         for size, of_size in found.items():
@@ -237,7 +224,7 @@ def batch_norm(folder: Path) -> dict[str, Any]:
 
 def test_ddp_e_buffers_are_equal_when_a_test_starts_and_so_is_the_metric(tmp_path: Path) -> None:
     first, second = ranks.results(batch_norm, tmp_path / "run")
-    assert agreed([first["tested"], second["tested"]])
+    assert ranks.agreed([first["tested"], second["tested"]])
     # Which is no accident: in training each normalises by its own share.
     assert not torch.equal(first["before"]["1.running_mean"], second["before"]["1.running_mean"])
     model = normalised().eval()
@@ -271,12 +258,12 @@ def dropped_twice() -> list[dict[str, Any]]:
 def test_ddp_f_dropout_differs_by_rank_and_weights_do_not() -> None:
     (a, a_again), (b, b_again) = ranks.results(dropped_twice)
     for name in ("first", "last"):
-        agreed([a[name], b[name]])
+        ranks.agreed([a[name], b[name]])
     assert a["masks"].shape == (2, 2, 16)  # two batches of four: two samples each
     assert (a["masks"] != b["masks"]).any(dim=-1).all()  # each sample its own
-    agreed([a["masks"], a_again["masks"]])
-    agreed([b["masks"], b_again["masks"]])
-    agreed([a["last"], a_again["last"]])
+    ranks.agreed([a["masks"], a_again["masks"]])
+    ranks.agreed([b["masks"], b_again["masks"]])
+    ranks.agreed([a["last"], a_again["last"]])
 
 
 def with_defaults(folder: Path) -> None:
@@ -301,105 +288,6 @@ def test_ddp_g_the_primary_alone_writes_and_speaks(tmp_path: Path) -> None:
     assert several[1].output == ""
 
 
-# --- resume ---
-
-
-def train_r1(folder: Path, **options: Any) -> None:
-    r1.train(folder, equal.probe_of(folder), backend=ranks.ddp(), **options)
-
-
-def probe_of(folder: Path, rank: int) -> Path:
-    return r1.probe_of_rank(equal.probe_of(folder), rank)
-
-
-def batches(folder: Path, size: int) -> list[list[int]]:
-    """Sample ids of every update of the last process that made it, over all ranks."""
-    found: dict[int, list[int]] = {}
-    for rank in range(size):
-        for update in r1.lives(probe_of(folder, rank))[-1]:
-            found.setdefault(update["update"], []).extend(update["ids"])
-    return [ids for _, ids in sorted(found.items())]
-
-
-NOISY: dict[str, Any] = {"augment": True, "optimizer_name": "adam"}
-KILLED = 17
-"""The update of the second epoch after which all processes are killed."""
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes with a checkpoint of the middle of its second epoch."""
-    folder = tmp_path_factory.mktemp("ranks") / "killed"
-    ended = ranks.run(
-        train_r1, folder, save={"every_updates": 1},
-        hooks={"at": r1.At("on_step", KILLED)}, **NOISY,
-    )  # fmt: skip
-    assert [one.code for one in ended] == [-9, -9]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, undisturbed."""
-    folder = tmp_path_factory.mktemp("ranks") / "whole"
-    ranks.results(train_r1, folder, **NOISY)
-    return folder
-
-
-def copied(killed: Path, to: Path, size: int = 2) -> Path:
-    """A copy of the killed run, with what its probes wrote, in a folder of the same name."""
-    folder = to / killed.name
-    shutil.copytree(killed, folder)
-    for rank in range(2):
-        shutil.copy(probe_of(killed, rank), probe_of(folder, rank))
-    return folder
-
-
-def test_res_l_random_states_are_per_rank_and_both_go_on_exactly(
-    killed: Path, whole: Path, tmp_path: Path
-) -> None:
-    folder = copied(killed, tmp_path)
-    ranks.results(train_r1, folder, save={"every_updates": 1}, **NOISY)
-    equal.assert_eq(whole, folder)
-    draws = [[u["draws"] for u in r1.lines(probe_of(whole, rank), "update")] for rank in (0, 1)]
-    assert all(a != b for a, b in zip(*draws, strict=True))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_res_l_another_number_goes_on_with_the_same_samples(
-    killed: Path, whole: Path, tmp_path: Path, size: int
-) -> None:
-    folder = copied(killed, tmp_path)
-    ended = ranks.run(
-        train_r1, folder, **NOISY, save={"every_updates": 1},
-        processes=size,
-    )  # fmt: skip
-    assert [one.code for one in ended] == [0] * size, ranks.outputs([x.output for x in ended])
-    expected = [sorted(ids) for ids in batches(whole, 2)]
-    assert [sorted(ids) for ids in batches(folder, size)] == expected[KILLED:]
-    (said,) = [x for x in ended[0].output.splitlines() if "last bits may differ" in x]
-    assert "2" in said and str(size) in said
-
-
-def restored(folder: Path) -> dict[str, Any]:
-    """What every rank has right after it has resumed, and at the end."""
-    task = r1.make_task(folder, **NOISY, backend=ranks.ddp())
-    state = watch("on_start", lambda task: _optimizer_of(task))
-    Trainer(task, {**r1.make_hooks(save={"every_updates": 1}), "state": state}).train()
-    return {"resumed": state.seen[0], "end": _optimizer_of(task)}
-
-
-def _optimizer_of(task: Task) -> dict[str, Any]:
-    state: dict[str, Any] = copy.deepcopy(task.optimizers["optimizer"].state_dict())
-    return {**state, "parameters": parameters(task)}
-
-
-def test_res_m_optimizers_agree_over_ranks_after_a_resume(killed: Path, tmp_path: Path) -> None:
-    found = agreed(ranks.results(restored, copied(killed, tmp_path)))
-    assert {float(x["step"]) for x in found["resumed"]["state"].values()} == {float(KILLED)}
-    assert {float(x["step"]) for x in found["end"]["state"].values()} == {3.0 * r1.UPDATES}
-
-
 # --- a batch that is nothing ---
 
 
@@ -421,19 +309,37 @@ def skip_none(samples: list[Any]) -> Any:
     return default_collate(left) if left else None
 
 
-def hole() -> tuple[int, Tensor]:
+def hole(kind: str) -> tuple[int, Tensor]:
     # In order: batch 3 is 8 to 11, of which rank 1 has 10 and 11.
-    data = Data(Holes({10, 11}), r1.BATCH, shuffle=False, collate=skip_none)
-    task = r1.make_task(None, epochs=1, train=data, backend=ranks.ddp(timeout=20, start_timeout=20))
+    backend = ranks.ddp(timeout=20, start_timeout=20)
+    options: dict[str, Any] = {}
+    data = Data(r1.Samples(), r1.BATCH, shuffle=False)
+    if kind == "collate":
+        data = Data(Holes({10, 11}), r1.BATCH, shuffle=False, collate=skip_none)
+    else:
+        options["train_step"] = idle_step
+    task = r1.make_task(None, epochs=1, train=data, backend=backend, **options)
     outcome = train(task)
     return outcome.updates, parameters(task)
 
 
-def test_data_f_a_batch_that_is_nothing_on_one_rank_is_equal_or_a_clear_error() -> None:
-    ended = ranks.run(hole)
+def idle_step(task: Task) -> None:
+    """Does nothing in update 3 of rank 1."""
+    batch = task.next_batch()
+    if task.progress.updates == 2 and task.backend.rank == 1:
+        return
+    loss = task.criterion(task.forward(batch.input), batch.target)
+    task.backward(loss)
+    task.update()
+
+
+@pytest.mark.parametrize("kind", ["collate", "step"])
+def test_data_f_nothing_on_one_rank_is_equal_or_a_clear_error(kind: str) -> None:
+    ended = ranks.run(hole, kind)
     if all(one.code == 0 for one in ended):
-        updates, values = agreed([one.value for one in ended])
+        updates, values = ranks.agreed([one.value for one in ended])
         assert updates in (9, 10) and values.isfinite().all()
     else:
         assert all(one.code == 1 for one in ended)
-        assert "update 3 on rank 1" in ended[1].output
+        assert "Error: " in ended[1].output
+        assert "rank 1" in ended[1].output and "update 3" in ended[1].output

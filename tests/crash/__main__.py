@@ -1,9 +1,9 @@
 """``python -m tests.crash``: as many kills as one likes, two at a time, and a table of them.
 
-``--kills`` says how many, ``--seed`` which, ``--processes`` on how many processes each training
-runs; ``--again JSON`` repeats one scenario, as a failure prints it. ``make test-crash`` is this
-with 300 kills, and a tenth of them on two processes. Kills by the clock fall where they fall:
-repeated, they may miss.
+``--kills`` says how many, ``--seed`` which, ``--processes`` on how many processes a training runs;
+``--again JSON`` repeats one scenario, as a failure prints it. ``make test-crash`` is this with 300
+kills, and 30 more on two processes. Kills by the clock fall where they fall: repeated, they may
+miss.
 """
 
 from __future__ import annotations

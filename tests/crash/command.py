@@ -22,8 +22,10 @@ from tests.rigs import cli, process, ranks
 
 WORDS = ("config=crash",)
 LIMIT = 60.0
-PATIENCE = 20.0
+PATIENCE = 6.0
 """Seconds in which the other processes have to end when one has failed."""
+_JOINING = ("in init_process_group", "in new_group")
+"""Where a process waits for others that may still come; a launcher knows that they will not."""
 
 
 def lay_out(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -84,7 +86,8 @@ class Command:
         faults: what goes wrong in its file system.
         calls: it is killed at this call; see :func:`tests.rigs.process.after_calls`.
         true: a process of its own from the beginning: two seconds more.
-        processes: it is so many, each started as by a launcher; with ``true`` it starts them.
+        processes: as its configuration says; each is started here as by a launcher, a true command
+            starts them itself.
         rank: of several, the one to which faults and calls belong.
     """
 
@@ -103,8 +106,7 @@ class Command:
         self._true: subprocess.Popen[str] | None = None
         self._stack = ExitStack()
         if true:
-            several = ("backend=ddp", f"backend.processes={processes}") if processes > 1 else ()
-            self._true = cli.start([*words, *several], folder, environment)
+            self._true = cli.start(words, folder, environment)
         elif processes == 1:
             self._forks = [process.start(main, folder, words, environment, calls)]
         else:
@@ -155,6 +157,7 @@ class Command:
 
 def _ends(running: list[process.Running]) -> list[tuple[int, str]]:
     ended: dict[int, process.Ended] = {}
+    hanging: list[int] = []
     until = time.monotonic() + LIMIT
     while len(ended) < len(running):
         for rank, one in enumerate(running):
@@ -163,14 +166,16 @@ def _ends(running: list[process.Running]) -> list[tuple[int, str]]:
                 if found.code:  # no launcher is there to end the others
                     until = min(until, time.monotonic() + PATIENCE)
         if time.monotonic() > until:
-            left = [rank for rank in range(len(running)) if rank not in ended]
-            for rank in left:
-                running[rank].dump()
-            time.sleep(0.2)
-            shown = ranks.outputs(
-                [running[n].kill() if n in left else ended[n].output for n in range(len(running))]
-            )
-            raise AssertionError(f"rank {left} hangs:\n{shown}")
+            for rank, one in enumerate(running):
+                if rank not in ended:
+                    one.dump()
+                    time.sleep(0.2)
+                    ended[rank] = process.Ended(1, None, one.kill())
+                    if not any(place in ended[rank].output for place in _JOINING):
+                        hanging.append(rank)
+    if hanging:
+        shown = ranks.outputs([ended[rank].output for rank in range(len(running))])
+        raise AssertionError(f"rank {hanging} hangs:\n{shown}")
     return [(ended[rank].code, ended[rank].output) for rank in range(len(running))]
 
 

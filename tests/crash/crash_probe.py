@@ -128,7 +128,10 @@ class Noise:
 
 @register_train_step("crash_step")
 class StepWithState:
-    """The standard step, with a running mean of its loss and something that it carries along."""
+    """The standard step, with a running mean of its loss and something that it carries along.
+
+    What it carries is each process's own; its state is the primary's, so the mean is that of all.
+    """
 
     def __init__(self) -> None:
         self.mean = 0.0
@@ -138,7 +141,8 @@ class StepWithState:
         loss = task.criterion(task.forward(batch.input), batch.target)
         if task.train:
             seen = loss.detach().double()
-            self.mean = 0.9 * self.mean + 0.1 * float(seen)
+            loss_of_all = task.backend.all_reduce(seen.clone()) / task.backend.world_size
+            self.mean = 0.9 * self.mean + 0.1 * float(loss_of_all)
             task.carry = seen if task.carry is None else task.carry + seen
             task.backward(loss * (1 + 0.01 * math.tanh(self.mean)))
             task.update()

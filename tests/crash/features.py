@@ -98,12 +98,13 @@ def settled(f: dict[str, Any], processes: int = 1) -> dict[str, Any]:
     return f
 
 
-def config(f: dict[str, Any], seconds: float = 0.0005) -> dict[str, Any]:
+def config(f: dict[str, Any], seconds: float = 0.0005, processes: int = 1) -> dict[str, Any]:
     """The configuration, as it is written to a file.
 
     Args:
         f: the features.
         seconds: time that each sample takes to read, so that instants fall into the training.
+        processes: that it is trained on.
     """
     made: dict[str, Any] = {
         "imports": ["./crash_probe.py"],
@@ -119,6 +120,8 @@ def config(f: dict[str, Any], seconds: float = 0.0005) -> dict[str, Any]:
         **_optimizer(f),
         **_schedule(f["schedule"]),
     }
+    if processes > 1:
+        made["backend"] = {"name": "ddp", "processes": processes}
     if f["optimizer"] == "closure":
         made["train_step"] = "closure"
     if f["freeze"] == "for good":

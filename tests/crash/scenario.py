@@ -29,9 +29,9 @@ KILL, TERM, INT, HUP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIG
 SAVED = (128 + TERM, 128 + INT, 128 + HUP)
 """Exit codes of a run that a signal stopped and that is saved."""
 
-_START = 0.15
+_START = {1: 0.15, 2: 0.7}
 _STARTING = 20
-"""Seconds and operations from a command line's start to its first update, about."""
+"""Seconds, by processes, and operations from a command line's start to its first update, about."""
 
 CALLS = 250_000
 """About the number of calls and returns, Python's and C's, of one command line."""
@@ -113,8 +113,9 @@ def play(folder: Path, scenario: dict[str, Any], true: bool = False) -> Result:
         folder: an empty one.
         true: every command line is a process of its own from the beginning.
     """
-    whole = Undisturbed(folder / "whole", scenario["features"], scenario.get("processes", 1))
-    rough = command.lay_out(folder / "rough", config(scenario["features"]))
+    processes = scenario.get("processes", 1)
+    whole = Undisturbed(folder / "whole", scenario["features"], processes)
+    rough = command.lay_out(folder / "rough", config(scenario["features"], processes=processes))
     for file in whole.folder.glob("composed-*"):
         shutil.copy(file, rough)
     result = Result()
@@ -144,7 +145,7 @@ class Undisturbed:
     """
 
     def __init__(self, folder: Path, given: dict[str, Any], processes: int = 1) -> None:
-        self.folder = command.lay_out(folder, config(given))
+        self.folder = command.lay_out(folder, config(given, processes=processes))
         self.processes = processes
         log = folder / "operations"
         faults = Plan(str(folder / "run"), log=str(log))
@@ -190,7 +191,8 @@ def _broken_off(
     several = {"processes": whole.processes, "rank": end.get("rank") or 0}
     started = Command(folder, faults=faults, calls=0 if true else calls, true=true, **several)
     if (number := _SIGNALS.get(way.split(" in ")[0].removesuffix(" twice"))) is not None:
-        time.sleep(end["at"] * _START + at * seconds + (2.5 if true else 0))
+        start = _START[whole.processes]
+        time.sleep(end["at"] * start + at * seconds + (2.5 * whole.processes if true else 0))
         started.send(number, end.get("rank"))
         if "twice" in way:
             time.sleep(end["pause"])

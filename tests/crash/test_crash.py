@@ -48,6 +48,31 @@ def test_res_o_a_dozen_scenarios(part: int) -> None:
     three()
 
 
+@pytest.mark.parametrize("part", range(3))
+def test_res_o_on_two_processes(part: int) -> None:
+    """One of them is disturbed, or both: the other ends by itself."""
+
+    @seed(part)
+    @settings(
+        max_examples=1, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), derandomize=False,
+    )  # fmt: skip
+    @given(scenarios(3, processes=2))
+    def one(given: dict[str, Any]) -> None:
+        come_out_equal(given)
+
+    one()
+
+
+@pytest.mark.slow
+def test_res_n_true_command_lines_on_two_processes() -> None:
+    """Started by the launcher, which ends the others when one is killed, and is killed itself."""
+    ends = [{"way": "kill", "at": 0.4, "rank": 1}, {"way": "kill", "at": 0.4, "rank": None},
+            {"way": "SIGTERM", "at": 0.4, "rank": 1}]  # fmt: skip
+    chosen = features.settled({"test": "epochs", "data": "stream", "every_updates": 1}, 2)
+    come_out_equal({"features": chosen, "ends": ends, "processes": 2}, true=True)
+
+
 def test_res_n_true_command_lines(tmp_path: Path) -> None:
     """Processes of their own from the beginning, as a user starts them."""
     ends = [
@@ -61,6 +86,9 @@ def test_a_scenario_is_what_its_generator_makes_it() -> None:
     """So that a seed repeats it; and every feature and every way to end comes up."""
     first, second = (scenario.drawn(random.Random(7), 8) for _ in range(2))
     assert first == second
+    several = [scenario.drawn(random.Random(number), 8, 2) for number in range(100)]
+    ranks = {end["rank"] for one in several for end in one["ends"] if "rank" in end}
+    assert ranks == {None, 0, 1}
     drawn = [scenario.drawn(random.Random(number), 8) for number in range(300)]
     assert {end["way"] for one in drawn for end in one["ends"]} == set(scenario.ENDS)
     for name, values in features.CHOICES.items():

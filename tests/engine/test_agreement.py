@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from phaseloop import Data, Hook, LossScale, Phases, Precision, Run, Task, TensorData
+from phaseloop.engine.backends import Ddp
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.hooks.row_sync import RowSync
-from tests.rigs import pairs, r0
+from tests.rigs import equal, pairs, r0, r1, ranks
 from tests.rigs.pairs import Failed
+from tests.rigs.r1 import At
 
 UPDATES = 6
 BATCH = 4
@@ -146,20 +150,27 @@ class Breaks(r0.Scalar):
     """Its output is not finite for a sample of 7, the first time."""
 
     broken = False
+    harmless = False
+    """Only the loss shows it: no gradient does."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.w * torch.where(x == 7, 1.0, x)
         if (x == 7).any() and not self.broken:
             self.broken = True
+            if self.harmless:
+                return torch.where(x == 7, math.nan, output)
             return output * torch.where(x == 7, math.nan, 1.0)
         return output
 
 
-def not_finite(policy: str, folder: str | None = None, precision: Any = "float32") -> Any:
+def not_finite(
+    policy: str, folder: str | None = None, precision: Any = "float32", harmless: bool = False
+) -> Any:
     """The last sample of the fourth batch, on rank 1, is bad."""
     xs = [1.0] * UPDATES * BATCH
     xs[4 * BATCH - 1] = 7
     task = scalar(xs, folder=folder, model=Breaks(), precision=precision)
+    task.bare_model.harmless = harmless
     hooks: dict[str, Hook] = {} if folder is None else {"save": Checkpoint(every_updates=2)}
     return run(task, non_finite=NonFinite(policy), **hooks)
 
@@ -279,8 +290,10 @@ def lied_about() -> Any:
     return run(scalar(), asks=Lying("on_gradients", "skip_update", 2))
 
 
-def test_not_finite_on_one_process_and_stopped(tmp_path: Path) -> None:
-    ((first, second),) = pairs.results([(not_finite, {"policy": "stop"})])
+@pytest.mark.parametrize("harmless", [False, True])
+def test_not_finite_on_one_process_and_stopped(harmless: bool) -> None:
+    options = {"policy": "stop", "harmless": harmless}
+    ((first, second),) = pairs.results([(not_finite, options)])
     assert isinstance(first, Failed)
     assert first == second
     assert first.startswith(
@@ -297,3 +310,27 @@ def test_processes_that_have_come_apart() -> None:
         "saves 0, roll-backs 0; rank 1: phase train, epoch 1, batch 3, updates 2, steps 4, saves "
         "0, roll-backs 0)"
     )  # fmt: skip
+
+
+# --- killed in between ---
+
+
+def ends_early(folder: Path, kill: bool) -> None:
+    """Rank 1 asks for the end of the epoch after update 4, which is saved; it comes after 5."""
+    hooks: dict[str, Hook] = {"asks": OnRank1("on_step", "end_phase", 4)}
+    if kill:
+        hooks["at"] = At("on_step", 4)
+    r1.train(
+        folder, equal.probe_of(folder) if pairs.rank() == 0 else None, hooks=hooks,
+        save={"every_updates": 2}, backend=Ddp("cpu", timeout=20, start_timeout=20), epochs=2,
+    )  # fmt: skip
+
+
+def test_an_end_asked_for_and_not_yet_told_is_in_the_checkpoint(tmp_path: Path) -> None:
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    ranks.results(ends_early, reference, False)
+    ended = ranks.run(ends_early, folder, True)
+    assert [one.code for one in ended] == [-signal.SIGKILL] * 2
+    ranks.results(ends_early, folder, False)
+    equal.assert_eq(reference, folder)
+    assert equal.state_of(equal.newest(folder))["progress"]["updates"] == 5 + r1.UPDATES

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import Data, Hook, Phases, Task, TensorData, register_train_step
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
 from tests.rigs import pairs
@@ -118,6 +119,12 @@ def bare(task: Task) -> None:
         task.update()
 
 
+def averaged() -> Any:
+    task = make(network())
+    pairs.train(task, average=Average(decay=0.8))
+    return dict(task.averages["average"])
+
+
 def frozen(step: Any = "standard", **freeze: Any) -> Any:
     return state(make(network(), train_step=step), freeze=Freeze(["0"], **freeze))
 
@@ -166,16 +173,15 @@ def alternating(**data: Any) -> Any:
     return state(task)
 
 
-def closure(**options: Any) -> Any:
-    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 
+
+def closure() -> Any:
     def square(output: Tensor, target: Tensor) -> Tensor:
         return mean_square(output, nn.functional.one_hot(target, 2))
 
-    return state(
-        make(network(), optimizer=lbfgs, criterion=square, **{"train_step": "closure", **options})
-    )
+    return state(make(network(), optimizer=lbfgs, criterion=square, train_step="closure"))
 
 
 def _weighted_closure(task: Task) -> None:
@@ -236,13 +242,14 @@ def of_valid(task: Task) -> None:
     task.update()
 
 
-def weighted(step: Any = of_valid, **data: Any) -> Any:
+def weighted(step: Any = of_valid, optimizer: Any = adam, **data: Any) -> Any:
     x, y = samples(22)
     y[::3] = -1
     y[8:12] = -1  # of the second process's share of the first batch of 12, nearly all
     y[6:12] = -1  # and all
     options = {"batch_size": 12, "shuffle": False, **data}
-    return state(make(network(), samples=(x, y), train_step=step, data=options))
+    task = make(network(), samples=(x, y), train_step=step, data=options, optimizer=optimizer)
+    return state(task)
 
 
 def _contrast(task: Task) -> None:
@@ -295,6 +302,7 @@ CASES: dict[str, Case] = {
     "frozen later": (frozen, {"after_updates": 3}),
     "unfrozen, bare": (frozen, {"first_updates": 3, "step": bare}),
     "criterion with parameters": (criterion_with_parameters, {}),
+    "averages": (averaged, {}),
     "alternating": (alternating, {"batch_size": 5}),
     "alternating, windows": (alternating, {"batch_size": 5, "micro_batch_size": 2}),
     "closure": (closure, {}),

@@ -567,6 +567,8 @@ def test_other_errors_are_as_they_were() -> None:
 def test_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"^hooks\.fit_memory\.least: 0 is less than 1"):
         FitMemory(least=0)
+    with pytest.raises(ConfigError, match=r"^hooks\.fit_memory\.prove: 0 is less than 1"):
+        FitMemory(prove=0)
     with pytest.raises(ConfigError, match=r"^hooks\.fit: the train step works on whole batches"):
         train(make(train_step="closure"), fit=FitMemory())
     stages = [Stage(name="one", epochs=1), Stage(name="two", epochs=1, train_step="closure")]
@@ -574,10 +576,6 @@ def test_refused_at_the_start() -> None:
         train(make(phases=stages), fit=FitMemory())
     with pytest.raises(ConfigError, match=r"^hooks\.again: there is another hook of this kind"):
         train(make(), fit=FitMemory(), again=FitMemory())
-    task = make()
-    task.backend.world_size = 2
-    with pytest.raises(ConfigError, match=r"^hooks\.fit: it is for one process"):
-        train(task, fit=FitMemory())
 
 
 def test_a_batch_transform_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

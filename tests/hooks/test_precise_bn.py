@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import ConfigError, Data, DataError, Phases, Run, Sampler, Stage, Task
+from phaseloop import ConfigError, Data, DataError, Phases, Run, Sampler, Stage, Task, TensorData
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.checkpoint.contents import MODEL
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.precise_bn import PreciseBN
-from tests.rigs import cli, process, r1
+from tests.rigs import cli, pairs, process, r1
 from tests.rigs.equal import newest
 from tests.rigs.probes import Break, watch
 from tests.rigs.r0 import mean_output, numbers, train
@@ -313,3 +313,70 @@ def test_data_that_gives_nothing_is_an_error_and_no_endless_loop() -> None:
     task = make(train=Data(r1.Samples(), 4, collate=nothing))
     with pytest.raises(DataError, match=r"hooks\.bn: epoch 1 has no batch"):
         train(task, bn=PreciseBN())
+
+
+# --- several processes ---
+
+ROWS = 11
+"""In batches of 4 the last has three samples; in batches of 5 one, so that a process has none."""
+
+
+class Two(nn.Module):
+    """A batch norm of the input, and one of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(3)
+        self.second = nn.BatchNorm2d(1)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.second(x[:, :1, :, None])
+        return self.head(self.first(x).mean(2)) + maps.sum((1, 2, 3))[:, None]
+
+
+def statistics(batch_size: int, batches: int, together: bool = False) -> dict[str, Tensor]:
+    """Those that the first test sees, of data whose values lie far from 0.
+
+    Args:
+        together: processes go through the model as often as each other.
+    """
+    backend = pairs.ddp()
+    backend.collective_forward = together  # type: ignore[misc]
+    torch.manual_seed(0)
+    model = Two().double()
+    x = torch.randn(ROWS, 3, 2, dtype=torch.float64) + 10
+    task = Task(
+        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train=Data(TensorData(x), batch_size, shuffle=False), test=Data(TensorData(x), 4),
+        phases=Phases(epochs=1), precision="float64", backend=backend,
+    )  # fmt: skip
+    seen: list[dict[str, Tensor]] = []
+
+    def look(task: Task) -> None:
+        if not task.train:
+            seen.append({k: v.clone() for k, v in task.bare_model.named_buffers()})
+
+    pairs.train(task, precise=PreciseBN(batches), look=watch("on_phase_start", look))
+    return seen[0]
+
+
+CASES = {
+    "unequal": {"batch_size": 4, "batches": 3},
+    "a process with none": {"batch_size": 5, "batches": 3},
+    "together": {"batch_size": 5, "batches": 3, "together": True},
+}
+_found: dict[str, list[Any]] = {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_two_processes_as_over_one(name: str) -> None:
+    if not _found:
+        cases: list[pairs.Case] = [(statistics, options) for options in CASES.values()]
+        _found.update(zip(CASES, pairs.results(cases), strict=True))
+    first, second = _found[name]
+    assert not isinstance(first, pairs.Failed), first
+    for key, value in statistics(**CASES[name]).items():
+        if not key.endswith("num_batches_tracked"):
+            torch.testing.assert_close(first[key], value, rtol=0, atol=1e-10)
+            assert torch.equal(first[key], second[key])

@@ -55,6 +55,11 @@ def watch(event: str, look: Callable[[Task], Any], order: int = Order.CHECKPOINT
     return hook
 
 
+def parameters(task: Task) -> Tensor:
+    """All parameters of the model, one after another, as they stand."""
+    return torch.cat([p.detach().flatten() for p in task.bare_model.parameters()])
+
+
 class Break(Exception):  # noqa: N818 it is no error of anything
     """What :class:`BreakAt` raises."""
 

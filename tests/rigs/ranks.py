@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from phaseloop.engine.backends import Ddp
-from tests.rigs import process
+from tests.rigs import equal, process
 from tests.rigs.process import Ended, Running
 
 HOST = "127.0.0.1"
@@ -118,6 +118,14 @@ def wait(running: list[Running], limit: float = process.LIMIT) -> list[Ended]:
 def outputs(texts: list[str]) -> str:
     """The outputs of all ranks, one after another."""
     return "\n".join(f"--- rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+def agreed(values: list[Any]) -> Any:
+    """What all ranks gave, which has to be the same to the bit."""
+    for rank, value in enumerate(values[1:], 1):
+        found = list(equal.differ(f"ranks 0 and {rank}", values[0], value))
+        assert not found, found
+    return values[0]
 
 
 # --- inside the processes ---
