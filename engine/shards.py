@@ -81,11 +81,7 @@ class _Whole:
         items = {key: self.tree(item) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
-        if not isinstance(value, OrderedDict):
-            return items
-        ordered = OrderedDict(items)
-        vars(ordered).update(vars(value))  # a module's state_dict has its versions there
-        return ordered
+        return _like(value, items)
 
     def _tensor(self, tensor: Any) -> Tensor | None:
         part = tensor._local_tensor
@@ -136,9 +132,21 @@ def share_of(value: Any, like: Any) -> Any:
     )
 
 
-def shares_of(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def shares_of(values: dict[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """:func:`share_of` for what two mappings have by the same name."""
-    return {name: share_of(value, like.get(name)) for name, value in values.items()}
+    if not any(map(is_shard, like.values())):
+        return values
+    shares = {name: share_of(value, like.get(name)) for name, value in values.items()}
+    return _like(values, shares)
+
+
+def _like(given: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """``items`` as a dictionary of the same kind."""
+    if not isinstance(given, OrderedDict):
+        return items
+    ordered = OrderedDict(items)
+    vars(ordered).update(vars(given))  # a module's state_dict has its versions there
+    return ordered
 
 
 def _piece(tensor: Tensor, axis: int, count: int, number: int) -> Tensor:

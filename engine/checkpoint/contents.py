@@ -221,16 +221,7 @@ def load_model(model: nn.Module, state: dict[str, Any], source: Any) -> None:
     if problems:
         raise CheckpointError(f"the model does not fit {source}: {'; '.join(problems)}")
     with torch.no_grad():
-        model.load_state_dict(_shares(state, here))
-
-
-def _shares(state: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """This process's part of every tensor that the model has sharded."""
-    if not any(map(shards.is_shard, here.values())):
-        return state
-    shares = OrderedDict(shards.shares_of(state, here))
-    vars(shares).update(vars(state))  # its versions of the modules
-    return shares
+        model.load_state_dict(shards.shares_of(state, here))
 
 
 def _large_state(task: Task) -> dict[str, Any]:
