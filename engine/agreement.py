@@ -15,6 +15,7 @@ import logging
 import signal
 import time
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ _STOPS, _ENDS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(
     len(_SIGNALS), len(_SIGNALS) + 7
 )
 _FIELDS = len(_SIGNALS) + 7
+_MOMENT = 0.5  # seconds, far below any time limit
 _PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 
@@ -112,6 +114,17 @@ class Agreement:
         """Whether every process has this number; all wait for it."""
         total, squares = self.totals([number, number * number])
         return _are_same(total, squares, self._backend.world_size)
+
+    def wait_for_primary(self, ended: Callable[[float], bool]) -> None:
+        """Wait for something that only the primary has, such as a save, however long it takes.
+
+        No process waits for another longer than a moment, so no time limit is reached.
+
+        Args:
+            ended: called on the primary with the seconds that it may wait; whether it has ended.
+        """
+        while not self.total(self._backend.primary and ended(_MOMENT)):
+            pass
 
     def skips(self) -> None:
         """After ``on_gradients``: what a hook leaves out, or rolls back, on one process, all do."""

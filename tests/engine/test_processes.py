@@ -214,3 +214,32 @@ def test_what_goes_by_time_goes_by_the_primarys_clock(tmp_path: Path) -> None:
     assert updates > 1
     assert 0 < tested_at <= updates
     assert 1.5 <= seconds < 30.0
+
+
+class SlowStore(Hook):
+    """On the primary, every checkpoint takes three seconds to get to the disk."""
+
+    def on_start(self, task: Task) -> None:
+        store = task.store
+        assert store is not None
+        write = store.write
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(3.0)
+            return write(*args)
+
+        store.write = slowly  # type: ignore[method-assign]
+
+
+def train_with_slow_disk(folder: Path, background: bool) -> int:
+    from phaseloop import Trainer
+
+    save = {"every_updates": 2, "background": background}
+    task = r1.make_task(folder, backend=Ddp(timeout=1.0), epochs=None, phases={"updates": 7})
+    Trainer(task, r1.make_hooks(save=save, slow=SlowStore())).train()
+    return task.progress.updates
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_may_take_longer_than_the_time_limit(tmp_path: Path, background: bool) -> None:
+    assert ranks.results(train_with_slow_disk, tmp_path / "run", background) == [7, 7]
