@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from phaseloop.engine.backends import Ddp
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.errors import ConfigError, PeerError
 from phaseloop.engine.task import Task
+from phaseloop.hooks.crash import Crash
 from tests.rigs import r1, ranks
 
 
@@ -243,3 +245,19 @@ def train_with_slow_disk(folder: Path, background: bool) -> int:
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_may_take_longer_than_the_time_limit(tmp_path: Path, background: bool) -> None:
     assert ranks.results(train_with_slow_disk, tmp_path / "run", background) == [7, 7]
+
+
+def train_until_rank_1_raises(folder: Path) -> None:
+    from phaseloop import Trainer
+
+    hooks = r1.make_hooks(crash=Crash(weights=True), at=r1.At("on_gradients", 3, "raise", rank=1))
+    Trainer(r1.make_task(folder), hooks).train()
+
+
+def test_who_failed_writes_a_report_and_nobody_else(tmp_path: Path) -> None:
+    ended = ranks.run(train_until_rank_1_raises, tmp_path / "run")
+    assert all(one.code for one in ended)
+    (report,) = (tmp_path / "run" / "crash").glob("*/report.json")
+    said = json.loads(report.read_text())
+    assert (said["rank"], said["error"], said["updates"]) == (1, "ToldError", 3)
+    assert report.with_name("weights.pt").exists()
