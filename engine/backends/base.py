@@ -6,6 +6,7 @@ processes overrides what differs.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,9 @@ class Backend:
 
     collective_forward = False
     """Going through the model is a collective: every process has to, as often as the others."""
+
+    timeout = math.inf
+    """Seconds that one process waits for another, once updates are made."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
