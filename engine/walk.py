@@ -233,10 +233,10 @@ class Walk(Fetching):
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
-        if self.agreement is not None:
-            self.wrap_model()
         self._batches = self._train_batches
         self.freezing.apply()
+        if self.agreement is not None:
+            self.wrap_model()
         torch.set_grad_enabled(True)
 
     def _enter_test(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""RES on two processes: killed, resumed, equal to the bit; every rank has its own random states."""
+"""RES on several processes: killed, resumed, equal to the bit; each rank has its random states."""
 
 from __future__ import annotations
 
@@ -74,3 +74,12 @@ def test_res_a_resumed_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
         assert all(one.code for one in ended), [one.output for one in ended]
     finish(folder)
     equal.assert_eq(reference(), folder)
+
+
+def test_res_a_of_three_processes_where_the_order_of_a_sum_shows(tmp_path: Path) -> None:
+    options = {"epochs": 2, "extra": 24, "processes": 3, "save": {"every_updates": 3}}
+    finish(tmp_path / "reference", **options)
+    ended = go(tmp_path / "run", At("on_step", 4), **{**OPTIONS, **options})
+    assert all(one.code for one in ended), [one.output for one in ended]
+    finish(tmp_path / "run", **options)
+    equal.assert_eq(tmp_path / "reference", tmp_path / "run")
