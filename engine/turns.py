@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phaseloop.engine.checkpoint.optimizer_state import check_names
@@ -49,6 +49,7 @@ class Turns(Walk):
         self.stepping: tuple[str, ...] = ()
         self._chosen = False
         self._parameters: list[nn.Parameter] = []
+        self._buffers: list[dict[str, Tensor | None]] = []
         self._wrapped_for: list[bool] = []
         self._shared_model: nn.Module
 
@@ -124,9 +125,11 @@ class Turns(Walk):
             self.parameters_of[name] = optimized([optimizer])
         self.groups = count_groups(self.optimizers)
         self._wrapped_for = []
-        self._parameters = list(self.bare_model.parameters())
-        if isinstance(self.criterion_module, nn.Module):
-            self._parameters += self.criterion_module.parameters()
+        criterion = self.criterion_module
+        modules = [self.bare_model, *([criterion] if isinstance(criterion, nn.Module) else [])]
+        self._parameters = [p for module in modules for p in module.parameters()]
+        # Where a module keeps them: they may be replaced, and to look for them takes long.
+        self._buffers = [part._buffers for module in modules for part in module.modules()]
         self._choose(self.stepping if self._chosen else tuple(self.optimizers))
 
     def take_added_groups(self) -> None:
@@ -162,9 +165,12 @@ class Turns(Walk):
 
     def equal_buffers(self) -> None:
         """Every process has the primary's buffers, of model and criterion."""
-        for module in (self.bare_model, self.criterion_module):
-            if isinstance(module, nn.Module):
-                self.backend.equal_buffers(module)
+        found: dict[int, Tensor] = {}
+        for own in self._buffers:
+            if own:
+                found.update({id(b): b for b in own.values() if b is not None})
+        if found:
+            self.backend.make_equal(list(found.values()))
 
     def _flags(self) -> list[bool]:
         """What the wrapper depends on: whether there may be one, and what is trained now."""

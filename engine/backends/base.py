@@ -82,8 +82,8 @@ class Backend:
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of a complete window over processes, where not yet done."""
 
-    def equal_buffers(self, model: nn.Module) -> None:
-        """Give every process the primary's buffers."""
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        """Give every process the primary's values, in place; all of it in one message a device."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""

@@ -36,7 +36,9 @@ class Ddp(Processes):
         device, timeout, start_timeout: see :class:`Processes`.
         find_unused_parameters: parameters may have no part in a loss, others from step to step;
             costs a walk through the graph at each step.
-        static_graph: the graph is the same at every step, which torch makes use of.
+        static_graph: the graph is the same at every step, which torch makes use of. Gradients are
+            reduced at each micro-batch then, and not once a window: the first one that a wrapper
+            sees has to be, and all windows are to be rounded alike.
         bucket_mb: gradients are reduced in messages of this many megabytes.
         sync_batch_norm: batch norms use the statistics of the whole batch, over all processes; on
             GPUs only, since torch has it there only.
@@ -68,14 +70,13 @@ class Ddp(Processes):
         self.sync_batch_norm = sync_batch_norm
         self._wrapped: _Wrapper | None = None
         self._covered: set[int] = set()
-        self._graph_known = True
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         if self.sync_batch_norm and self.world_size > 1:
             # In place: the names stay.
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         model.to(self.device)
-        self._broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+        self._equalise(model)
         return model
 
     def unwrap(self) -> None:
@@ -102,14 +103,12 @@ class Ddp(Processes):
                 static_graph=self.static_graph,
             )
         self._covered = {id(p) for p in trained}
-        self._graph_known = not self.static_graph
         return self._wrapped
 
     def sync_gradients(self, on: bool) -> None:
         if self._wrapped is not None:
-            # torch learns a static graph from the first backward, which has to reduce. What is an
-            # average already is not changed by being averaged again.
-            self._wrapped.require_backward_grad_sync = on or not self._graph_known
+            # What is an average already stays what it is when it is averaged again.
+            self._wrapped.require_backward_grad_sync = on or self.static_graph
             self._wrapped.require_forward_param_sync = False  # a forward that reduces sets it
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -117,7 +116,6 @@ class Ddp(Processes):
             return
         if self._wrapped is not None:
             self._check_reduced(self._wrapped)
-            self._graph_known = True
         rest = [p for p in parameters if id(p) not in self._covered]
         if rest:
             self._average(rest)

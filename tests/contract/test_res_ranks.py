@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.rigs import equal, process, r1, ranks
 from tests.rigs.equal import probe_of
@@ -77,7 +78,11 @@ def test_res_a_resumed_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
 
 
 def test_res_a_of_three_processes_where_the_order_of_a_sum_shows(tmp_path: Path) -> None:
-    options = {"epochs": 2, "extra": 24, "processes": 3, "save": {"every_updates": 3}}
+    layers = [nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)]
+    options = {
+        "model": nn.Sequential(*layers), "optimizer_name": "sgd", "processes": 3,
+        "epochs": 2, "save": {"every_updates": 3},
+    }  # fmt: skip
     finish(tmp_path / "reference", **options)
     ended = go(tmp_path / "run", At("on_step", 4), **{**OPTIONS, **options})
     assert all(one.code for one in ended), [one.output for one in ended]
