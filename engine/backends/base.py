@@ -43,8 +43,8 @@ class Backend:
     def setup(self) -> None:
         """Join the other processes; nothing where that is done."""
 
-    def settle(self) -> None:
-        """Called when updates are made: what is slow only at the beginning is over."""
+    def patient(self, on: bool) -> None:
+        """Whether processes wait for one another as long as at the start, or less."""
 
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""

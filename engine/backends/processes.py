@@ -33,7 +33,8 @@ class Processes(OnDevice):
             ``cuda``.
         timeout: seconds that a collective may take; a process that waits longer ends with an
             error.
-        start_timeout: the same until the first update, which may compile and fill caches.
+        start_timeout: the same for the first updates and tests, which may compile and fill
+            caches; see :class:`~phaseloop.engine.patience.Patience`.
 
     Raises:
         ConfigError: the device is none of these, a time is not positive, or there are fewer GPUs
@@ -55,7 +56,7 @@ class Processes(OnDevice):
         self.device = choose(device, None if joined is None else _number(joined))
         self._host: ProcessGroup | None = None
         self._failed = False
-        self._settled = False
+        self._patient = True
 
     # --- joining and leaving ---
 
@@ -76,13 +77,14 @@ class Processes(OnDevice):
         )
         self._host = dist.new_group(backend="gloo", timeout=patience)
 
-    def settle(self) -> None:
-        """The first update is over: from here on collectives take no longer than ``timeout``."""
-        if self._host is None or self._settled:
+    def patient(self, on: bool) -> None:
+        """Collectives from here on may take ``start_timeout``, or no longer than ``timeout``."""
+        if self._host is None or self._failed or on == self._patient:
             return
-        self._settled = True
+        self._patient = on
+        limit = timedelta(seconds=self.start_timeout if on else self.timeout)
         for group in (dist.group.WORLD, self._host):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
