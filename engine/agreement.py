@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.patience import Patience
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -51,11 +52,13 @@ class Agreement:
         last: no process may go on in this pass: of the training once one of them has nothing
             left, of a test once all of them have.
         left: samples that the processes have ready for the window after this one.
+        patience: how long they wait for one another.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._backend = task.backend
+        self.patience = Patience(task.backend)
         self.stop = False
         self.clock = time.monotonic()
         self.last = False

@@ -47,8 +47,8 @@ class Backend:
     def setup(self) -> None:
         """Join the other processes; nothing where that is done."""
 
-    def settle(self) -> None:
-        """Called when updates are made: what is slow only at the beginning is over."""
+    def patient(self, on: bool) -> None:
+        """Whether processes wait for one another as long as at the start, or less."""
 
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
@@ -86,8 +86,8 @@ class Backend:
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of a complete window over processes, where not yet done."""
 
-    def equal_buffers(self, model: nn.Module) -> None:
-        """Give every process the primary's buffers."""
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        """Give every process the primary's values, in place; all of it in one message a device."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""

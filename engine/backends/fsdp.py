@@ -83,7 +83,7 @@ class Fsdp(Processes):
         model.to(self.device)
         if self.world_size == 1:
             return model
-        self._broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+        self._equalise(model)
         self._before = [weakref.ref(p) for p in model.parameters() if p.dim()]
         from torch.distributed.device_mesh import init_device_mesh
 
