@@ -85,6 +85,9 @@ class Backend:
     def equal_buffers(self, model: nn.Module) -> None:
         """Give every process the primary's buffers."""
 
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        """Give these tensors the primary's values, on every process."""
+
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""
         optimizer.step()

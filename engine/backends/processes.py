@@ -166,6 +166,9 @@ class Processes(OnDevice):
     def equal_buffers(self, model: nn.Module) -> None:
         self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
 
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        self._broadcast([tensor for tensor in tensors if tensor.numel()])
+
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter]) -> None:
         """In one message for each type; a process without a gradient adds zeros.
