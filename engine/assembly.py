@@ -51,10 +51,10 @@ def check(task: Task) -> None:
     trained = training_data(task)
     if not trained and not task.test_data:
         raise ConfigError("data", "there is neither training nor test data")
-    for key, data in {**trained, **_test_keys(task)}.items():
+    for key, data in all_data(task).items():
         data.open(task.seed, key)
         data.check(key, train=key in trained)
-    _check_shared({**trained, **_test_keys(task)})
+    _check_shared(all_data(task))
     for number, stage in enumerate(task.whole_phases):
         _check_length(task, stage, stage.key(number) if len(task.whole_phases) > 1 else "phases")
 
@@ -105,6 +105,11 @@ def training_data(task: Task) -> dict[str, Data]:
         if stage.train is not None:
             found[_key(stage)] = stage.train
     return found
+
+
+def all_data(task: Task) -> dict[str, Data]:
+    """Every set of samples by its place in the configuration."""
+    return {**training_data(task), **_test_keys(task)}
 
 
 def _key(stage: Stage) -> str:

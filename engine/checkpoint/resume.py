@@ -155,6 +155,11 @@ def chosen_by_primary(task: Task, choose: Callable[[], store.Saved | None]) -> s
             f"rank {task.backend.rank} does not see {where}, which rank 0 goes on from: processes "
             f"on several machines need a run.dir that all of them share, or run.checkpoints=URL"
         )
+    if store.manifest_of(where)["sha256"] != manifest["sha256"]:
+        raise CheckpointError(
+            f"on rank {task.backend.rank} {where} is another checkpoint than on rank 0: processes "
+            f"on several machines need a run.dir that all of them share, or run.checkpoints=URL"
+        )
     return store.Saved(where, manifest)
 
 
