@@ -36,6 +36,11 @@ _STOPS, _ENDS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(
 _FIELDS = len(_SIGNALS) + 7
 _PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
+_ALWAYS = (
+    "of several processes a step gives a weight always, or never: the number of samples is the "
+    "weight where it would give none"
+)
+
 
 class Agreement:
     """What the processes of a run have agreed on.
@@ -60,6 +65,8 @@ class Agreement:
         self.left = 0
         self._told = torch.zeros(_FIELDS, dtype=torch.int64)
         self._work: Work | None = None
+        # By stage and optimizers: whether their losses have weights.
+        self._weighs: dict[tuple[Any, ...], bool] = {}
 
     # --- once a window ---
 
@@ -112,6 +119,35 @@ class Agreement:
         """Whether every process has this number; all wait for it."""
         total, squares = self.totals([number, number * number])
         return _are_same(total, squares, self._backend.world_size)
+
+    def check_weights(self, given: bool) -> None:
+        """Before gradients are averaged: weights are added up over all processes, or over none.
+
+        Asked at the first update; after that a process knows what all others do.
+
+        Args:
+            given: this process called ``backward`` with a weight.
+
+        Raises:
+            PhaseloopError: some give a weight and others none, or now and then only.
+        """
+        task = self._task
+        key = (task.progress.stage, *task.stepping)
+        known = self._weighs.get(key)
+        if known is None:
+            count, size = self.total(given), self._backend.world_size
+            if count not in (0, size):
+                raise PhaseloopError(
+                    f"{count} of {size} processes called backward() with a weight at update "
+                    f"{task.progress.updates + 1}; {_ALWAYS}"
+                )
+            self._weighs[key] = given
+        elif known is not given:
+            first, now = ("with", "without") if known else ("without", "with")
+            raise PhaseloopError(
+                f"rank {self._backend.rank} called backward() {first} a weight before, and at "
+                f"update {task.progress.updates + 1} {now} one; {_ALWAYS}"
+            )
 
     def skips(self) -> None:
         """After ``on_gradients``: what a hook leaves out, or rolls back, on one process, all do."""

@@ -160,3 +160,38 @@ def test_the_primary_chooses_the_newest_checkpoint_for_all(
     assert not isinstance(first, Failed), first
     for key, value in first.items():
         assert torch.equal(second[key], value)
+
+
+# --- a step that gives weights now and then ---
+
+
+def weighted(gives: list[list[bool]]) -> str:
+    """What a training says whose step gives a weight at these updates, by rank."""
+
+    def step(task: Task) -> None:
+        batch = task.next_batch()
+        loss = task.criterion(task.forward(batch.input), batch.target)
+        weight = float(len(batch.target)) if gives[pairs.rank()][task.progress.updates] else None
+        task.backward(loss, weight=weight)
+        task.update()
+
+    try:
+        pairs.train(make(train_step=step))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+ALWAYS, NEVER = [True] * 3, [False] * 3
+
+
+def test_a_weight_that_one_process_gives_is_an_error_and_no_wait() -> None:
+    cases: list[list[list[bool]]] = [
+        [ALWAYS, ALWAYS], [NEVER, NEVER], [ALWAYS, NEVER], [[False, False, True]] * 2,
+    ]  # fmt: skip
+    found = pairs.results([(weighted, {"gives": gives}) for gives in cases])
+    assert found[:2] == [["trained"] * 2] * 2
+    assert found[2][0] == found[2][1]
+    assert "1 of 2 processes called backward() with a weight at update 1" in found[2][0]
+    for rank, said in enumerate(found[3]):  # each sees it for itself, and asks nobody
+        assert f"rank {rank} called backward() without a weight before, and at update 3" in said
