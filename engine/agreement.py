@@ -214,9 +214,10 @@ class Agreement:
         self.stop = True
         if received:
             task.signals.received = received[-1]
-        reasons = self._backend.all_gather_object(task.stop_reason)
+        told = self._backend.all_gather_object((task.stop_reason, task.stop_saved))
         named = received[-1].name if received else ""
-        task.stop_reason = next((reason for reason in reasons if reason), named)
+        task.stop_reason = next((reason for reason, _ in told if reason), named)
+        task.stop_here(any(saved for _, saved in told))
 
 
 def _are_same(total: int, squares: int, count: int) -> bool:
