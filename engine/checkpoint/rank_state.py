@@ -56,10 +56,20 @@ def gathered(task: Task) -> dict[str, Any]:
         **{name: own[name] for name in _ALONE},
     }
     if task.agreement is not None:
-        ranks = task.backend.gather_object(b"" if task.primary else _packed(own))
+        small = {**own, "meters": _of_open_epoch(task, own["meters"])}
+        ranks = task.backend.gather_object(b"" if task.primary else _packed(small))
         if task.primary:
             state["others"] = _joined(ranks[1:])
     return state
+
+
+def _of_open_epoch(task: Task, meters: dict[str, Any]) -> dict[str, Any]:
+    """Those of the epoch at hand, which goes on where they are.
+
+    What an epoch that is over, or a test, has measured was read, and may be as large as all its
+    samples; and a test that is not over is run again from its start.
+    """
+    return {TRAIN: meters[TRAIN]} if task.progress.epoch_open else {}
 
 
 def count(state: dict[str, Any]) -> int:
