@@ -19,6 +19,7 @@ from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
@@ -170,7 +171,9 @@ def build(task: Task) -> None:
     if task.optimizers or task.loaders:
         raise PhaseloopError("this task was trained already; make another one")
     if not task.bare_model.training:
-        log.warning("the model is in evaluation mode and is trained so; call model.train()")
+        log.warning(
+            "the model is in evaluation mode and is trained so; call model.train()", extra=ALIKE
+        )
     task.backend.setup()
     _place_modules(task)
     task.precision.start(task.device)
@@ -251,6 +254,7 @@ def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:
             key,
             loader.samples,
             largest,
+            extra=ALIKE,
         )
 
 

@@ -18,6 +18,7 @@ from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.lost_place import check_folder, check_place, lost_place
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
@@ -166,7 +167,9 @@ class Trainer:
             task.make_tests_due()
         elif state is not None:
             for name in hooks.load_state_dict(state["hooks"]):
-                log.warning("the checkpoint holds state of a hook %r that is not in use", name)
+                log.warning(
+                    "the checkpoint holds state of a hook %r that is not in use", name, extra=ALIKE
+                )
             hooks.on_resume(task)
             contents.restore_random(task, state)
         # Only now: a hook that refuses its options leaves an old run's files as they were.

@@ -14,6 +14,7 @@ from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.checkpoint.remote import owner
 from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.run_folder import METRICS, STATUS, RunFolder, put_aside
 from phaseloop.engine.settings import Run
 from phaseloop.engine.urls import Place, Url, place, same
@@ -205,8 +206,11 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
     key = "model.compile"
     before = {**before, key: state["identity"].get(key, "off")}
     now[key] = task.identity.get(key, "off")
-    if changed := environment.differences(before, now):
-        log.warning("last bits may differ from the run before: %s", changed)
+    changed = environment.differences(before, now)
+    alike = task.backend.broadcast_object(changed) == changed
+    if changed:
+        extra = ALIKE if alike else None  # on a machine of another kind
+        log.warning("last bits may differ from the run before: %s", changed, extra=extra)
 
 
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
@@ -220,6 +224,7 @@ def warn_about_length(task: Task, state: dict[str, Any]) -> None:
                 task.stages.label(number),
                 was,
                 is_now,
+                extra=ALIKE,
             )
     before, now = begun + sum(planned[over:]), begun + sum(plans[over:])
     if before != now and any(rates.schedules for rates in task.rates.values()):
@@ -228,6 +233,7 @@ def warn_about_length(task: Task, state: dict[str, Any]) -> None:
             "the new total from here on",
             before,
             now,
+            extra=ALIKE,
         )
 
 

@@ -16,6 +16,7 @@ from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import choosing, source
 from phaseloop.engine.checkpoint.fitting import WeightsReport, compare, hint, without_values
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.run_folder import ONLY_FILE
 from phaseloop.engine.shards import shares_of
 from phaseloop.engine.urls import Place, check_url, place
@@ -215,7 +216,9 @@ def _load(
         for line in report.lines(_SHOWN):
             log.info("%s", line)
     if lost := without_values(chosen):
-        log.warning("%s: %s has NaN in tensors that are loaded: %s", key, found.place, lost)
+        log.warning(
+            "%s: %s has NaN in tensors that are loaded: %s", key, found.place, lost, extra=ALIKE
+        )
     state = OrderedDict(shares_of(chosen, model.state_dict()))
     # Names and values are as this version of each module has them.
     state._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]

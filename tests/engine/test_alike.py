@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import Data, Phases, Run, Task, TensorData
+from phaseloop import Data, Hook, Phases, Run, Schedule, Task, TensorData
 from phaseloop.engine.checkpoint import choosing
 from phaseloop.engine.checkpoint.weights import Weights
+from phaseloop.engine.schedules.curves import cosine
 from phaseloop.hooks.checkpoint import Checkpoint
+from phaseloop.hooks.learning_rate import LearningRate
 from tests.rigs import pairs
 from tests.rigs.pairs import Case, Failed
 
@@ -160,6 +163,38 @@ def test_the_primary_chooses_the_newest_checkpoint_for_all(
     assert not isinstance(first, Failed), first
     for key, value in first.items():
         assert torch.equal(second[key], value)
+
+
+# --- what goes to the file of one process ---
+
+
+class Says(Hook):
+    """Leaves out an update on all processes; the second has something of its own to say."""
+
+    def on_gradients(self, task: Task) -> None:
+        if task.progress.steps == 1:
+            task.skip_update("the test asks for it")
+            if pairs.rank() == 1:
+                logging.getLogger("phaseloop").warning("of rank 1 alone")
+
+
+def said(folder: Path) -> list[str]:
+    """What the files of the processes say, by rank, of a run that goes on and was made longer."""
+    for epochs in (1, 2):
+        task = make(run=Run(dir=str(folder), threads=1), phases=Phases(epochs=epochs),
+                    schedule=Schedule(cosine()))  # fmt: skip
+        pairs.train(task, says=Says(), checkpoint=Checkpoint(), learning_rate=LearningRate())
+    own = folder / "ranks" / "log-1.txt"
+    return [(folder / "log.txt").read_text(), own.read_text() if own.exists() else ""]
+
+
+def test_what_all_say_alike_the_primary_says(tmp_path: Path) -> None:
+    ((_, found),) = pairs.results([(said, {"folder": tmp_path})])
+    assert not isinstance(found, Failed), found
+    first, second = found
+    for text in ("update 2 was skipped", "the run was planned for 3 updates"):
+        assert text in first and text not in second
+    assert "of rank 1 alone" in second
 
 
 # --- a step that gives weights now and then ---

@@ -81,5 +81,53 @@ def test_a_process_takes_its_own(gathered: Any) -> None:
     rng.seed_host(7)
     rank_state.take(task, state)
     contents.restore_random(task, state)
+    assert task.meters.loss.state_dict()["total"] == 2
+    assert torch.equal(rng.host_state()["torch"], own[1]["rng"]["host"]["torch"])
+
+
+def test_the_primary_never_looks_into_the_others(
+    gathered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand processes, unpacking all would hold everybody up for seconds at each save."""
+    _, _, sent = gathered
+    monkeypatch.setattr(torch, "load", None)
+    state = rank_state.gathered(task_of(0, sent))
+    others = state["others"]
+    assert sum(isinstance(value, torch.Tensor) for value in others.values()) == 1
+    assert sum(others["sizes"]) == len(others["bytes"])
+
+
+def test_one_process_alone_has_no_others() -> None:
+    task = r1.make_task(None)
+    task.build()
+    state = rank_state.gathered(task)
+    assert "others" not in state
+    assert rank_state.count(state) == 1
+    assert rank_state.of_rank(state, 0)["loader"] == {}
+
+
+def test_before_a_test_is_where_its_draws_are_forgotten_to(gathered: Any) -> None:
+    task = task_of(1, [b""] * 3)
+    before = {"host": rng.host_state(), "device": {}}
+    task.random_before_test = before
+    torch.rand(3)
+    assert torch.equal(
+        rank_state.gathered(task)["rng"][0]["host"]["torch"], before["host"]["torch"]
+    )
+
+
+def test_only_the_epoch_at_hand_has_meters_that_others_send(gathered: Any) -> None:
+    """A test's may be as large as all its samples, and it is run again from its start."""
+    state, own, _ = gathered
+    assert own[1]["meters"].keys() > {"train"} and state["meters"].keys() > {"train"}
+    assert rank_state.of_rank(state, 1)["meters"].keys() == {"train"}
+    sent = [b""] * 2
+    for rank in (1, 0):
+        task = task_of(rank, sent)
+        task.progress.epoch_open = False
+        state = rank_state.gathered(task)
+    assert rank_state.of_rank(state, 1)["meters"] == {}
+    task = task_of(1, [b""] * 2)
+    rank_state.take(task, state)
     # Left as it is: an epoch begins with meters that were reset.
     assert task.meters.loss.state_dict()["total"] == 2
