@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from phaseloop.engine.data.loaders import AnyLoader
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.report import counted
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def warn(task: Task) -> None:
             "would make, and depends on micro_batch_size and the number of processes",
             most,
             "; ".join(reasons),
+            extra=ALIKE,
         )
 
 

@@ -89,6 +89,9 @@ class Backend:
     def make_equal(self, tensors: list[Tensor]) -> None:
         """Give every process the primary's values, in place; all of it in one message a device."""
 
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        """Give these tensors the primary's values, on every process."""
+
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""
         optimizer.step()

@@ -196,6 +196,9 @@ class Processes(OnDevice):
             for kind, part in zip(kinds, torch.split(message, sizes), strict=True):
                 spread(part.view(kind), types[kind])
 
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        self._broadcast([tensor for tensor in tensors if tensor.numel()])
+
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter]) -> None:
         """In one message for each type; a process without a gradient adds zeros.
