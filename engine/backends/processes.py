@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,9 @@ from phaseloop.engine.backends.devices import OnDevice, choose
 from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
+
+MESSAGE = 25 * 2**20
+"""Bytes; what is sent together is copied together, so this is what it takes beside the model."""
 
 
 class Processes(OnDevice):
@@ -187,14 +191,15 @@ class Processes(OnDevice):
 
     @torch.no_grad()
     def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Give every process the primary's values, in one message for each type."""
+        """Give every process the primary's values, in messages of ``MESSAGE`` bytes at most."""
         if self._group() is None:
             return
         for alike in by_type(tensors).values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            dist.broadcast(flat, src=0)
-            if not self.primary:
-                spread(flat, alike)
+            for pieces in in_messages(alike):
+                flat = torch.cat([piece.detach().reshape(-1) for piece in pieces])
+                dist.broadcast(flat, src=0)
+                if not self.primary:
+                    spread(flat, pieces)
 
 
 def _number(joined: Joining) -> int:
@@ -247,6 +252,31 @@ def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
     return found
+
+
+def in_messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, or views of their parts, in lists of ``MESSAGE`` bytes at most."""
+    pieces: list[Tensor] = []
+    size = 0
+    for piece in itertools.chain.from_iterable(map(_pieces, tensors)):
+        if pieces and size + piece.nbytes > MESSAGE:
+            yield pieces
+            pieces, size = [], 0
+        pieces.append(piece)
+        size += piece.nbytes
+    if size:
+        yield pieces
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Along the first dimensions, which is a view in any memory layout."""
+    if tensor.nbytes <= MESSAGE or not tensor.dim():
+        yield tensor
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0])
+    else:
+        for part in tensor.split(max(1, MESSAGE * len(tensor) // tensor.nbytes)):
+            yield from _pieces(part)
 
 
 def spread(flat: Tensor, tensors: list[Tensor]) -> None:
