@@ -114,6 +114,11 @@ class Fsdp(Processes):
 
     def _check(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ConfigError(
+                    "model",
+                    f"{name} is on torch's meta device, without values: make the model on the host",
+                )
             if not parameter.is_contiguous():
                 raise ConfigError(
                     "model.channels_last" if parameter.dim() == 4 else "model",

@@ -125,6 +125,11 @@ def test_only_the_ordinary_layout_can_be_cut() -> None:
         Fsdp("cpu").prepare_model(net)
 
 
+def test_a_model_has_values() -> None:
+    with pytest.raises(ConfigError, match=r"model: weight is on torch's meta device"):
+        Fsdp("cpu").prepare_model(nn.Linear(2, 2, device="meta"))
+
+
 def test_one_process_holds_everything() -> None:
     backend, net = Fsdp("cpu"), Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
