@@ -87,10 +87,7 @@ class Backend:
         """Average the gradients of a complete window over processes, where not yet done."""
 
     def make_equal(self, tensors: list[Tensor]) -> None:
-        """Give every process the primary's values, in place; all of it in one message a device."""
-
-    def make_equal(self, tensors: list[Tensor]) -> None:
-        """Give these tensors the primary's values, on every process."""
+        """Give these tensors the primary's values, on every process, in place."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""

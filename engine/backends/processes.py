@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,9 @@ from phaseloop.engine.backends.devices import OnDevice, choose
 from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
+
+MESSAGE = 25 * 2**20
+"""Bytes; what is sent together is copied together, so this is what it takes beside the model."""
 
 
 class Processes(OnDevice):
@@ -179,9 +183,10 @@ class Processes(OnDevice):
             if tensor.numel():
                 found.setdefault(tensor.device, []).append(_once(tensor))
         for on_device in found.values():
-            self._broadcast(on_device)
+            for pieces in in_messages(on_device):
+                self._send(pieces)
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
+    def _send(self, tensors: list[Tensor]) -> None:
         """The primary's values for tensors on one device, in one message."""
         types = by_type(tensors)
         # Larger elements first: so each begins at a place that its type may begin at.
@@ -195,9 +200,6 @@ class Processes(OnDevice):
         if not self.primary:
             for kind, part in zip(kinds, torch.split(message, sizes), strict=True):
                 spread(part.view(kind), types[kind])
-
-    def make_equal(self, tensors: list[Tensor]) -> None:
-        self._broadcast([tensor for tensor in tensors if tensor.numel()])
 
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter]) -> None:
@@ -269,6 +271,31 @@ def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
     return found
+
+
+def in_messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, or views of their parts, in lists of ``MESSAGE`` bytes at most."""
+    pieces: list[Tensor] = []
+    size = 0
+    for piece in itertools.chain.from_iterable(map(_pieces, tensors)):
+        if pieces and size + piece.nbytes > MESSAGE:
+            yield pieces
+            pieces, size = [], 0
+        pieces.append(piece)
+        size += piece.nbytes
+    if size:
+        yield pieces
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Along the first dimensions, which is a view in any memory layout."""
+    if tensor.nbytes <= MESSAGE or not tensor.dim():
+        yield tensor
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0])
+    else:
+        for part in torch.split(tensor, max(1, MESSAGE * len(tensor) // tensor.nbytes)):
+            yield from _pieces(part)
 
 
 def spread(flat: Tensor, tensors: list[Tensor]) -> None:
