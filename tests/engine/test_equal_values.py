@@ -100,7 +100,7 @@ def patience() -> list[tuple[bool, int]]:
     said: list[tuple[bool, int]] = []
     task.backend.patient = lambda on: said.append((on, task.progress.updates))  # type: ignore[method-assign]
     pairs.train(task)
-    return said
+    return list(dict.fromkeys(said))  # it is told of the end of the last phase twice
 
 
 def stopped(folder: Path | None, at: int | None, **backend: Any) -> dict[str, Any]:

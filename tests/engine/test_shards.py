@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +96,9 @@ def _norms() -> None:
         got = shards.norms(mixed, p)
         wanted = torch.stack([t.norm(p) if t.numel() else torch.zeros(()) for t in whole])
         assert type(got) is Tensor and torch.allclose(got, wanted, rtol=1e-6)
+    # The squares of what two of three processes have are more than float16 can hold.
+    (half,) = shards.norms([(cut[0] * 0 + 300).half()])
+    assert half.item() == pytest.approx(300.0 * there[0].numel() ** 0.5, rel=2**-10)
     if backend.rank == 0:
         shards.local(cut[0])[0, 0] = float("nan")
         shards.local(cut[1])[0] = -float("inf")
