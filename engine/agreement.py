@@ -15,11 +15,13 @@ import logging
 import signal
 import time
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.patience import Patience
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -34,6 +36,7 @@ _STOPS, _ENDS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(
     len(_SIGNALS), len(_SIGNALS) + 7
 )
 _FIELDS = len(_SIGNALS) + 7
+_MOMENT = 0.5  # seconds, far below any time limit
 _PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 _ALWAYS = (
@@ -54,11 +57,13 @@ class Agreement:
         last: no process may go on in this pass: of the training once one of them has nothing
             left, of a test once all of them have.
         left: samples that the processes have ready for the window after this one.
+        patience: how long they wait for one another.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._backend = task.backend
+        self.patience = Patience(task.backend)
         self.stop = False
         self.clock = time.monotonic()
         self.last = False
@@ -119,6 +124,17 @@ class Agreement:
         """Whether every process has this number; all wait for it."""
         total, squares = self.totals([number, number * number])
         return _are_same(total, squares, self._backend.world_size)
+
+    def wait_for_primary(self, ended: Callable[[float], bool]) -> None:
+        """Wait for something that only the primary has, such as a save, however long it takes.
+
+        No process waits for another longer than a moment, so no time limit is reached.
+
+        Args:
+            ended: called on the primary with the seconds that it may wait; whether it has ended.
+        """
+        while not self.total(self._backend.primary and ended(_MOMENT)):
+            pass
 
     def check_weights(self, given: bool) -> None:
         """Before gradients are averaged: weights are added up over all processes, or over none.

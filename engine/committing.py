@@ -94,7 +94,7 @@ class Committing:
             progress.skipped_in_a_row = 0
             progress.saves = 0
             if self.agreement is not None:
-                self.backend.settle()
+                self.agreement.patience.updated()
             for name in self.moved:
                 progress.moved[name] = progress.moved.get(name, 0) + 1
             self.recorder.tick(progress.updates)

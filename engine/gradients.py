@@ -118,9 +118,11 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
     task.backend.reduce_gradients(task.trainable)
     if weight is None:
         return None
-    return task.backend.all_reduce(
-        torch.as_tensor(weight, dtype=torch.float64, device=task.device).clone()
-    )
+    if isinstance(weight, Tensor):
+        own = weight.to(task.device, torch.float64, copy=True)
+    else:  # filled there: nobody waits for a copy
+        own = torch.full((), weight, dtype=torch.float64, device=task.device)
+    return task.backend.all_reduce(own)
 
 
 def _evaluate(task: Task, closure: Closure) -> Tensor:

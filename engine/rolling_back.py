@@ -42,7 +42,11 @@ def roll_back(task: Task, reason: str, most: int) -> None:
         )
     saved = None
     if task.store is not None:
-        task.writer.settle()  # the newest may still be on its way
+        # The newest may still be on its way.
+        if task.agreement is None:
+            task.writer.settle()
+        else:
+            task.agreement.wait_for_primary(task.writer.ended)
         store = task.store
         saved = chosen_by_primary(task, lambda: next(store.whole(), None))
     if saved is None:

@@ -54,6 +54,7 @@ class RunFolder:
         self._lock: IO[bytes] | None = None
         self._beside: RunFolder | None = None
         self._handler: logging.Handler | None = None
+        self._seen: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, run: Run) -> RunFolder:
@@ -186,8 +187,13 @@ class RunFolder:
 
     @property
     def lost(self) -> str:
-        """``moved`` or ``removed`` since it was opened; empty: neither, or it is not open."""
-        if self._lock is None or self.in_place:
+        """``moved`` or ``removed`` since it was opened; empty: neither, or it is not open.
+
+        On a process that has not opened it, since it began to log.
+        """
+        if self._lock is None:
+            return "" if self._seen in (None, _identity(self.path)) else "moved"
+        if self.in_place:
             return ""
         return "moved" if os.fstat(self._lock.fileno()).st_nlink else "removed"
 
@@ -238,7 +244,8 @@ class RunFolder:
             if rank == 0:
                 self._handler = LogFile(path)
             else:
-                self._handler = LogFile(path, delay=True)
+                self._seen = _identity(self.path)
+                self._handler = LogFile(path, delay=True, lost=lambda: self.lost)
                 self._handler.setLevel(logging.WARNING)
                 self._handler.addFilter(lambda record: not hasattr(record, "alike"))
         except OSError as error:
@@ -253,6 +260,15 @@ class RunFolder:
             with contextlib.suppress(OSError):  # what could not be written was told
                 self._handler.close()
             self._handler = None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What stays the same of a folder that is moved; None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def put_aside(path: Path) -> Path:

@@ -108,6 +108,8 @@ class Walk(Fetching):
             while self.plan.train_is_over(progress) and not self._tests_only():
                 if not self.stages.go_on():
                     return False
+                if self.agreement is not None:
+                    self.agreement.patience.begin()
             if self._tests_only() or self.plan.test_due_at_start(progress):
                 self.make_tests_due()
         if progress.tests_due:
@@ -256,10 +258,10 @@ class Walk(Fetching):
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
-        if self.agreement is not None:
-            self.wrap_model()
         self._batches = self._train_batches
         self.freezing.apply()
+        if self.agreement is not None:
+            self.wrap_model()
         self.stop_reason = self.stop_reason or self.stop_asked  # before a resume
         torch.set_grad_enabled(True)
 
@@ -268,6 +270,7 @@ class Walk(Fetching):
         self.test_entry = self.small_state()
         self.random_before_test = self.test_entry["rng"][0]
         if self.agreement is not None:
+            self.agreement.patience.test_begins(name)
             self.model = self.bare_model
             self.equal_buffers()
         self._train_flags = [(module, module.training) for module in self.model.modules()]
@@ -285,6 +288,8 @@ class Walk(Fetching):
         """Put everything back that the phase at hand changed for itself."""
         if self.train:
             self._train_batches = self._batches
+        elif self.agreement is not None:
+            self.agreement.patience.test_ends(self.phase.name)
         self._batches = None
         for module, flag in self._train_flags:
             module.training = flag

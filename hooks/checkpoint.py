@@ -211,7 +211,10 @@ class Checkpoint(Hook):
     def _bring(self, task: Task) -> None:
         assert task.store is not None
         begun = time.perf_counter()
-        self._tell(task)  # one save is in flight: what is waited for it, this one costs
+        # One save is in flight: what is waited for it, this one costs.
+        if task.agreement is not None:
+            task.agreement.wait_for_primary(task.writer.ended)
+        self._tell(task)
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
         # Before it is written, so that it knows itself; and with what is removed afterwards, so
         # that a run killed in between still knows that it has to be.
@@ -225,17 +228,22 @@ class Checkpoint(Hook):
                 self.written = [kept for kept in self.written if kept not in doomed]
                 contents.count(task)
                 self._saved_at = task.clock()
+                if not self.background and task.agreement is not None:
+                    task.agreement.wait_for_primary(task.writer.ended)
                 return
             facts, files, then = collected.facts, collected.files, _status(task)
             save = Save(task.store, name, facts, files, doomed, then, begun=begun)
             if self.background:
                 task.writer.begin(save, collected.parts, collected.own)
+            elif task.agreement is not None:
+                task.writer.begin(save, collected.parts, copies=False)
+                task.agreement.wait_for_primary(task.writer.ended)
             else:
                 task.writer.write(save, collected.parts)
         except BaseException:
             self.written.remove(name)
             raise
-        if save.saved is not None or self.background:
+        if save.saved is not None or self.background or task.agreement is not None:
             contents.count(task)
             self._saved_at = task.clock()
         if not self.background:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phaseloop.engine import outcomes
 from phaseloop.engine.data import failed
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.disk import replace
@@ -31,8 +32,9 @@ class Crash(Hook):
     """Writes ``crash/update_000000017/report.json``: the error, where the run stood, which samples
     the batch at hand had, and which could not be read. The number is that of the updates made.
 
-    Another crash there has a folder of its own, ``update_000000017.2``. Nothing is written where
-    the user left by Ctrl-C, or where the configuration was wrong.
+    Of several processes the one that failed writes it. Another crash there has a folder of its own,
+    ``update_000000017.2``. Nothing is written where the user left by Ctrl-C, or where the
+    configuration was wrong.
 
     Args:
         weights: write the model's parameters and buffers too, as they are after the error, in
@@ -49,6 +51,8 @@ class Crash(Hook):
     def on_exception(self, task: Task, error: BaseException) -> None:
         if task.folder is None or isinstance(error, (KeyboardInterrupt, ConfigError)):
             return
+        if outcomes.is_lost(error):
+            return  # it follows from another process's error, which has a report
         if task.folder.lost:
             return  # another run may be where it was
         place = _new_folder(task.folder.path / FOLDER, f"update_{task.progress.updates:09d}")

@@ -129,11 +129,14 @@ class PreciseBN(Hook):
 
         As many on all processes: one that has no part in a batch gives a :class:`_StandIn`.
         """
+        # Who left alone would be waited for in the others' next forward.
+        together = task.agreement if meet_in_forward(task) else None
         epoch = max(1, task.progress.epoch)
         while True:
             given = 0
             for _, batch in loader.batches(epoch, task.progress.roll_backs, 0):
-                if task.signals.received is not None:
+                stopped = task.signals.received is not None
+                if stopped if together is None else together.total(stopped):
                     raise _StoppedError
                 if batch is None:
                     if task.agreement is not None:

@@ -80,11 +80,10 @@ class Fsdp(Processes):
         roots = roots_of(model)
         units = {name: units_of(root, self._patterns(name, roots)) for name, root in roots.items()}
         self._check(model)
-        model.to(self.device)
         if self.world_size == 1:
-            return model
-        self._broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+            return model.to(self.device)
         self._before = [weakref.ref(p) for p in model.parameters() if p.dim()]
+        self._give([*_kept_whole(model, roots), *model.buffers()])
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -92,6 +91,13 @@ class Fsdp(Processes):
             self._shard(root, units[name], mesh)
         self._say(model, units)
         return model
+
+    def _give(self, tensors: list[Tensor]) -> None:
+        """On the device, with the primary's values; in place, so that shared ones stay shared."""
+        for tensor in tensors:
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
+        self.make_equal([tensor.data for tensor in tensors])
 
     def _patterns(self, root: str, roots: dict[str, nn.Module]) -> list[str]:
         """Those of ``shard`` for one of several roots; the names of all begin with the root's."""
@@ -108,6 +114,11 @@ class Fsdp(Processes):
 
     def _check(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ConfigError(
+                    "model",
+                    f"{name} is on torch's meta device, without values: make the model on the host",
+                )
             if not parameter.is_contiguous():
                 raise ConfigError(
                     "model.channels_last" if parameter.dim() == 4 else "model",
@@ -123,6 +134,8 @@ class Fsdp(Processes):
         if self.reshard_after_forward is not None:
             options["reshard_after_forward"] = self.reshard_after_forward
         for unit in [*units.values(), root]:
+            # One after the other: the device never holds more than parts and one whole unit.
+            self._give([p for p in unit.parameters() if p.dim() and not is_shard(p)])
             fully_shard(unit, **options)
         sharded: Any = root
         sharded.set_reduce_scatter_unused_params(self.reduce_unused)
@@ -207,3 +220,9 @@ class Fsdp(Processes):
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         if self.world_size > 1 and (rest := [p for p in parameters if not is_shard(p)]):
             self._average(rest)
+
+
+def _kept_whole(model: nn.Module, roots: dict[str, nn.Module]) -> list[nn.Parameter]:
+    """What is not cut: without dimensions, or held by none of the roots."""
+    cut = {p for root in roots.values() for p in root.parameters() if p.dim()}
+    return [parameter for parameter in model.parameters() if parameter not in cut]

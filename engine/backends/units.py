@@ -16,6 +16,11 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 
 KEY = "backend.shard"
 
+_APART = (
+    "and backend fsdp would make it two: the model has no forward, so its parts are cut one by "
+    "one; give it a forward that calls them, or use backend=ddp"
+)
+
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -24,8 +29,31 @@ def roots_of(model: nn.Module) -> dict[str, nn.Module]:
 
     That is the model; or, where it has no forward and only holds others together, such as a
     generator and a discriminator, each of these.
+
+    Raises:
+        ConfigError: a parameter is in two of them, or in one and in what holds them.
     """
-    return dict(_callable(model, ""))
+    found: dict[nn.Module, str] = {}
+    for name, module in _callable(model, ""):
+        found.setdefault(module, name)
+    roots = {name: module for module, name in found.items()}
+    if "" not in roots:
+        _check_apart(model, roots)
+    return roots
+
+
+def _check_apart(model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
+    """Each root's parameters are cut by themselves: one in two places would become two."""
+    inside = {module for root in roots.values() for module in root.modules()}
+    owner: dict[int, tuple[str, str]] = {}
+    for part, root in {**roots, "": model}.items():
+        for name, module in root.named_modules(prefix=part):
+            if root is model and module in inside:
+                continue
+            for short, parameter in module.named_parameters(name, recurse=False):
+                first, other = owner.setdefault(id(parameter), (short, part))
+                if other != part and parameter.dim():
+                    raise ConfigError("model", f"{first} and {short} are one parameter, {_APART}")
 
 
 def _callable(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -111,7 +111,14 @@ class Writer:
         self._flight: Save | None = None
         self._snapshot = Snapshot()
 
-    def begin(self, save: Save, parts: Mapping[str, Any], own: Collection[int] = ()) -> None:
+    def begin(
+        self,
+        save: Save,
+        parts: Mapping[str, Any],
+        own: Collection[int] = (),
+        *,
+        copies: bool = True,
+    ) -> None:
         """Copy the state, and write the copy in the thread.
 
         The host stands still while it copies. There is one copy of the state in memory, kept for
@@ -119,9 +126,10 @@ class Writer:
 
         Args:
             own: ``id`` of the tensors in it that are copies already.
+            copies: False: write the state as it is, which nobody may change until it is over.
         """
         assert self._flight is None
-        copied = self._snapshot.take(parts, own)
+        copied = self._snapshot.take(parts, own) if copies else compact(parts)
         self._flight, self.over = save, False
         self._thread = threading.Thread(
             target=self._run, args=(save, copied), name="phaseloop-writer", daemon=True
@@ -139,6 +147,12 @@ class Writer:
         _bring_to_disk(save, compact(parts))
         save.stalled = time.perf_counter() - save.begun
         self._flight, self.over = save, True
+
+    def ended(self, seconds: float) -> bool:
+        """Wait so long for the save in flight; whether it is over, or there is none."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Save | None:
         """The save in flight, once it is over; None: there is none, or it was told already.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from phaseloop.engine.backends import Fsdp, processes
+from phaseloop.engine.shards import is_shard, whole
 from phaseloop.hooks.average import Average
 from tests.rigs import equal, process, r1, ranks, sharded
 
@@ -74,6 +80,59 @@ def test_no_option_changes_the_mathematics(tmp_path: Path, backend: dict[str, An
     options = {"micro": 1, "test": 3, "epochs": 1}
     one = alone(tmp_path, **options)
     assert_close(tmp_path, one, together(tmp_path, options=backend, **options))
+
+
+# --- the start ---
+
+LIMIT = 40
+"""Bytes in a message: a row of the rig's layers has 28, and the bias of three numbers 12."""
+
+
+def begun() -> dict[str, Any]:
+    """A network with other values on each process, made ready: what was sent, and when."""
+    rank = int(os.environ["RANK"])
+    net = sharded.model(rank, sharded.Net)
+    net.register_buffer("counts", torch.arange(3) + rank)
+    sent: list[tuple[int, list[str]]] = []
+    broadcast = dist.broadcast
+
+    def note(tensor: Tensor, **options: Any) -> Any:
+        left = [name for name, p in net.named_parameters() if p.dim() and not is_shard(p)]
+        sent.append((tensor.nbytes, left))
+        return broadcast(tensor, **options)
+
+    processes.MESSAGE = LIMIT
+    dist.broadcast = note
+    moved: list[list[str]] = []
+
+    class Notes(Fsdp):
+        def _give(self, tensors: list[Tensor]) -> None:
+            names = {id(t): n for n, t in (*net.named_parameters(), *net.named_buffers())}
+            moved.append([names[id(tensor)] for tensor in tensors])
+            super()._give(tensors)
+
+    backend = Notes("cpu")
+    backend.setup()
+    assert backend.prepare_model(net) is net
+    state = whole(net.state_dict(), keep=True)
+    tied = net.back.weight is net.first.weight
+    backend.teardown()
+    return {"sent": sent, "moved": moved, "state": state, "tied": tied}
+
+
+def test_a_start_has_one_unit_whole_at_a_time_and_sends_it_in_pieces() -> None:
+    found = ranks.results(begun)
+    expected = {**sharded.model(0, sharded.Net).state_dict(), "counts": torch.arange(3)}
+    for one in found:
+        assert not list(equal.differ("", expected, dict(one["state"]))) and one["tied"]
+        assert max(size for size, _ in one["sent"]) <= LIMIT
+        # What is whole everywhere; then each unit, cut before the next; at last the rest.
+        blocks = [[f"blocks.{n}.0.weight", f"blocks.{n}.0.bias"] for n in range(2)]
+        rest = ["one", "first.weight", "norm.weight", "norm.bias", "last.weight", "last.bias"]
+        assert one["moved"] == [["scale", "counts"], *blocks, rest]
+        assert set(one["sent"][-1][1]) == set(rest)
+    total = sum(t.nbytes for t in expected.values()) - expected["back.weight"].nbytes
+    assert sum(size for size, _ in found[0]["sent"]) == total
 
 
 # --- checkpoints ---

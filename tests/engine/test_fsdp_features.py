@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import Hook, LossScale, ModelOptions, Precision, Weights
+from phaseloop import Hook, LossScale, ModelOptions, Precision, Trainer, Weights
+from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.model_options import Compile
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.gradient_norm import GradientNorm
 from phaseloop.hooks.precise_bn import PreciseBN
 from tests.engine.test_fsdp import TOLERANCE, alone, assert_close, together
-from tests.rigs import equal, process, ranks, sharded
+from tests.rigs import equal, process, r1, ranks, sharded
 
 MODEL_OPTIONS = ModelOptions(checkpoint=["blocks.*"], compile=Compile(backend="eager"))
 
@@ -60,6 +63,36 @@ def test_batch_norms_have_the_statistics_that_they_have_with_ddp(tmp_path: Path)
     }  # fmt: skip
     ddp = ranks.results(sharded.train, tmp_path / "alone", backend="ddp", **options)
     assert_close(tmp_path, ddp[0], together(tmp_path, **options))
+
+
+class Told(sharded.Net):
+    """Rank 1 is told to stop in the middle of the third batch that norms are measured over."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=True)
+        self.measured = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm.training and not self.training:
+            self.measured += 1
+            if self.measured == 3 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x)
+
+
+def told(folder: Path) -> tuple[Any, int, int]:
+    """The signal, the updates that were made and the batches that were measured."""
+    task = sharded.task(folder, backend="fsdp", model=Told, test=7, options={"timeout": 20.0})
+    hooks = r1.make_hooks(precise_bn=PreciseBN(batches=10**6))
+    outcome = Trainer(task, hooks).train()
+    return outcome.signal, outcome.updates, task.bare_model.measured
+
+
+def test_a_signal_to_one_process_ends_the_measuring_on_all(tmp_path: Path) -> None:
+    # A fourth batch is not begun, on the other process either.
+    assert ranks.results(told, tmp_path) == [(signal.SIGTERM, 4, 3)] * 2
+    assert len(Store(tmp_path / "checkpoints").names()) == 1
+    assert equal.state_of(equal.newest(tmp_path))["progress"]["updates"] == 4
 
 
 # --- two networks that take turns ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from phaseloop.engine.backends import Ddp
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.errors import ConfigError, PeerError
 from phaseloop.engine.task import Task
+from phaseloop.hooks.crash import Crash
 from tests.rigs import r1, ranks
 
 
@@ -214,3 +216,48 @@ def test_what_goes_by_time_goes_by_the_primarys_clock(tmp_path: Path) -> None:
     assert updates > 1
     assert 0 < tested_at <= updates
     assert 1.5 <= seconds < 30.0
+
+
+class SlowStore(Hook):
+    """On the primary, every checkpoint takes three seconds to get to the disk."""
+
+    def on_start(self, task: Task) -> None:
+        store = task.store
+        assert store is not None
+        write = store.write
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(3.0)
+            return write(*args)
+
+        store.write = slowly  # type: ignore[method-assign]
+
+
+def train_with_slow_disk(folder: Path, background: bool) -> int:
+    from phaseloop import Trainer
+
+    save = {"every_updates": 2, "background": background}
+    task = r1.make_task(folder, backend=Ddp(timeout=1.0), epochs=None, phases={"updates": 7})
+    Trainer(task, r1.make_hooks(save=save, slow=SlowStore())).train()
+    return task.progress.updates
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_may_take_longer_than_the_time_limit(tmp_path: Path, background: bool) -> None:
+    assert ranks.results(train_with_slow_disk, tmp_path / "run", background) == [7, 7]
+
+
+def train_until_rank_1_raises(folder: Path) -> None:
+    from phaseloop import Trainer
+
+    hooks = r1.make_hooks(crash=Crash(weights=True), at=r1.At("on_gradients", 3, "raise", rank=1))
+    Trainer(r1.make_task(folder), hooks).train()
+
+
+def test_who_failed_writes_a_report_and_nobody_else(tmp_path: Path) -> None:
+    ended = ranks.run(train_until_rank_1_raises, tmp_path / "run")
+    assert all(one.code for one in ended)
+    (report,) = (tmp_path / "run" / "crash").glob("*/report.json")
+    said = json.loads(report.read_text())
+    assert (said["rank"], said["error"], said["updates"]) == (1, "ToldError", 3)
+    assert report.with_name("weights.pt").exists()

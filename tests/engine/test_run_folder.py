@@ -336,3 +336,27 @@ def test_memory_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture
     resume.open_folder(folder, "auto")
     folder.close()
     assert caplog.text.count("is the memory of this process") == 1
+
+
+def test_another_rank_says_nothing_where_its_folder_was(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.start_log(rank=3)
+    assert folder.lost == ""
+    folder.path.rename(tmp_path / "elsewhere")
+    folder.path.mkdir()  # another run's, by now
+    logging.getLogger("phaseloop").error("too late")
+    assert folder.lost == "moved"
+    folder.stop_log()
+    assert list(folder.path.iterdir()) == list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_another_rank_has_a_log_once_there_is_something_to_say(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.start_log(rank=3)
+    logging.getLogger("phaseloop").info("nothing of note")
+    assert not (folder.path / "ranks").exists()
+    logging.getLogger("phaseloop").warning("look here")
+    folder.stop_log()
+    assert "look here" in (folder.path / "ranks" / "log-3.txt").read_text()

@@ -61,6 +61,52 @@ def test_a_model_without_a_forward_has_several_roots() -> None:
     assert set(roots_of(held)) == {"a.0"}
 
 
+def _tied(model: nn.Module, *places: str) -> nn.Module:
+    """All of these places of a model hold the parameter of the first."""
+    first = model.get_parameter(places[0])
+    for place in places[1:]:
+        owner, _, key = place.rpartition(".")
+        model.get_submodule(owner).register_parameter(key, first)
+    return model
+
+
+def _holder(inner: nn.Module, **parameters: nn.Parameter) -> nn.Module:
+    model = nn.Module()
+    model.inner, model.other = inner, nn.Linear(2, 2)
+    for name, parameter in parameters.items():
+        model.register_parameter(name, parameter)
+    return model
+
+
+def test_what_two_roots_share_is_refused_and_not_untied() -> None:
+    linear = nn.Linear(2, 2)
+    tied = {
+        "generator.first.weight and discriminator.last.weight": _tied(
+            Pair(), "generator.first.weight", "discriminator.last.weight"
+        ),
+        "inner.weight and own": _holder(linear, own=linear.weight),
+        "inner.weight and list.0": _holder(linear, unused=nn.Parameter(torch.ones(3))),
+        "inner.weight and other.part.weight": _holder(linear),
+    }
+    tied["inner.weight and list.0"].list = nn.ParameterList([linear.weight])
+    tied["inner.weight and other.part.weight"].other = _Holder(linear)
+    for names, model in tied.items():
+        with pytest.raises(ConfigError, match=rf"model: {names} are one parameter"):
+            Fsdp("cpu").prepare_model(model)
+
+
+def test_what_roots_may_share() -> None:
+    point = nn.Parameter(torch.tensor(0.5))  # whole everywhere, and so nothing comes apart
+    inner, twice = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner.point = point
+    model = _holder(inner, point=point, own=nn.Parameter(torch.ones(3)))
+    model.other.point = point
+    assert set(roots_of(model)) == {"inner", "other"}
+    # One module with two names is one root; tied within a root is tied.
+    assert set(roots_of(nn.ModuleDict({"a": twice, "b": nn.ModuleList([twice])}))) == {"a"}
+    assert set(roots_of(_holder(Net()))) == {"inner", "other"}
+
+
 # --- what is refused ---
 
 
@@ -77,6 +123,11 @@ def test_only_the_ordinary_layout_can_be_cut() -> None:
     net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     with pytest.raises(ConfigError, match=r"model\.channels_last: weight is not contiguous"):
         Fsdp("cpu").prepare_model(net)
+
+
+def test_a_model_has_values() -> None:
+    with pytest.raises(ConfigError, match=r"model: weight is on torch's meta device"):
+        Fsdp("cpu").prepare_model(nn.Linear(2, 2, device="meta"))
 
 
 def test_one_process_holds_everything() -> None:
