@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phaseloop import Data, Hook, Phases, Run, Schedule, Task, TensorData
+from phaseloop import Data, Hook, Phases, Run, Schedule, Task, TensorData, Trainer
+from phaseloop.engine.backends import Single
 from phaseloop.engine.checkpoint import choosing
+from phaseloop.engine.checkpoint.resume import chosen_by_primary
+from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.checkpoint.weights import Weights
+from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.schedules.curves import cosine
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.learning_rate import LearningRate
+from phaseloop.hooks.meter_sync import MeterSync
 from tests.rigs import pairs
 from tests.rigs.pairs import Case, Failed
 
@@ -121,6 +126,22 @@ def newest_of_a_run(folder: Path) -> dict[str, Tensor]:
     return dict(task.bare_model.state_dict())
 
 
+def metrics_of_a_test(folder: Path) -> dict[str, float]:
+    """The metrics of a test of what the primary alone looks for."""
+    options: dict[str, Any] = {"test": Data(samples(), batch_size=4)}
+    run = make(run=Run(dir=str(folder / "tested"), threads=1), **options)
+    pairs.train(run, meter_sync=MeterSync(), checkpoint=Checkpoint(background=False))
+    checkpoints = run.store
+
+    def choose() -> Any:
+        assert pairs.rank() == 0 and checkpoints is not None
+        return next(checkpoints.whole())
+
+    task = make(model=network(9), backend=pairs.ddp(), **options)
+    Trainer(task, {"meter_sync": MeterSync()}).test(choose)
+    return {**task.metrics, "before": run.metrics["test/loss"]}
+
+
 _found: dict[str, list[Any]] = {}
 
 
@@ -129,6 +150,7 @@ def of_two(name: str, folder: Any) -> list[Any]:
         place = folder.mktemp("weights")
         good: dict[str, Case] = {
             "same file": (same_file_elsewhere, {"folder": place}),
+            "tested": (metrics_of_a_test, {"folder": place}),
             "newest": (newest_of_a_run, {"folder": place}),
         }
         bad: dict[str, Case] = {key: (different, {"key": key}) for key in CASES}
@@ -163,6 +185,34 @@ def test_the_primary_chooses_the_newest_checkpoint_for_all(
     assert not isinstance(first, Failed), first
     for key, value in first.items():
         assert torch.equal(second[key], value)
+
+
+def test_the_primary_chooses_what_is_tested(tmp_path_factory: pytest.TempPathFactory) -> None:
+    first, second = of_two("tested", tmp_path_factory)
+    assert not isinstance(first, Failed), first
+    assert first == second
+    assert first["test/loss"] == pytest.approx(first["before"], rel=1e-6)
+
+
+class Second(Single):
+    """One process of two, which is told what the first has chosen."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.told = 1, 2, told
+
+    def broadcast_object(self, value: Any) -> Any:
+        return None, self.told
+
+
+def test_a_checkpoint_of_the_same_name_that_is_another(tmp_path: Path) -> None:
+    """As on a machine that has a disk of its own under this path."""
+    saved = Store(tmp_path).write("update_000000001-1", {"state.pt": {}}, {})
+    task = make(backend=Second((saved.path, saved.manifest)))
+    assert chosen_by_primary(task, lambda: None) == saved
+    task.backend = Second((saved.path, {**saved.manifest, "sha256": "of another"}))
+    with pytest.raises(CheckpointError, match=r"on rank 1 .* is another checkpoint than on rank 0"):
+        chosen_by_primary(task, lambda: None)
 
 
 # --- what goes to the file of one process ---
