@@ -275,7 +275,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     elif len(tensor) == 1:
         yield from _pieces(tensor[0])
     else:
-        for part in tensor.split(max(1, MESSAGE * len(tensor) // tensor.nbytes)):
+        for part in torch.split(tensor, max(1, MESSAGE * len(tensor) // tensor.nbytes)):
             yield from _pieces(part)
 
 
