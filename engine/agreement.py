@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.patience import Patience
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -38,6 +39,11 @@ _FIELDS = len(_SIGNALS) + 7
 _MOMENT = 0.5  # seconds, far below any time limit
 _PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
+_ALWAYS = (
+    "of several processes a step gives a weight always, or never: the number of samples is the "
+    "weight where it would give none"
+)
+
 
 class Agreement:
     """What the processes of a run have agreed on.
@@ -51,17 +57,21 @@ class Agreement:
         last: no process may go on in this pass: of the training once one of them has nothing
             left, of a test once all of them have.
         left: samples that the processes have ready for the window after this one.
+        patience: how long they wait for one another.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._backend = task.backend
+        self.patience = Patience(task.backend)
         self.stop = False
         self.clock = time.monotonic()
         self.last = False
         self.left = 0
         self._told = torch.zeros(_FIELDS, dtype=torch.int64)
         self._work: Work | None = None
+        # By stage and optimizers: whether their losses have weights.
+        self._weighs: dict[tuple[Any, ...], bool] = {}
 
     # --- once a window ---
 
@@ -125,6 +135,35 @@ class Agreement:
         """
         while not self.total(self._backend.primary and ended(_MOMENT)):
             pass
+
+    def check_weights(self, given: bool) -> None:
+        """Before gradients are averaged: weights are added up over all processes, or over none.
+
+        Asked at the first update; after that a process knows what all others do.
+
+        Args:
+            given: this process called ``backward`` with a weight.
+
+        Raises:
+            PhaseloopError: some give a weight and others none, or now and then only.
+        """
+        task = self._task
+        key = (task.progress.stage, *task.stepping)
+        known = self._weighs.get(key)
+        if known is None:
+            count, size = self.total(given), self._backend.world_size
+            if count not in (0, size):
+                raise PhaseloopError(
+                    f"{count} of {size} processes called backward() with a weight at update "
+                    f"{task.progress.updates + 1}; {_ALWAYS}"
+                )
+            self._weighs[key] = given
+        elif known is not given:
+            first, now = ("with", "without") if known else ("without", "with")
+            raise PhaseloopError(
+                f"rank {self._backend.rank} called backward() {first} a weight before, and at "
+                f"update {task.progress.updates + 1} {now} one; {_ALWAYS}"
+            )
 
     def skips(self) -> None:
         """After ``on_gradients``: what a hook leaves out, or rolls back, on one process, all do."""
@@ -191,9 +230,10 @@ class Agreement:
         self.stop = True
         if received:
             task.signals.received = received[-1]
-        reasons = self._backend.all_gather_object(task.stop_reason)
+        told = self._backend.all_gather_object((task.stop_reason, task.stop_saved))
         named = received[-1].name if received else ""
-        task.stop_reason = next((reason for reason in reasons if reason), named)
+        task.stop_reason = next((reason for reason, _ in told if reason), named)
+        task.stop_here(any(saved for _, saved in told))
 
 
 def _are_same(total: int, squares: int, count: int) -> bool:

@@ -19,6 +19,7 @@ from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.gradients import clear
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.model_options import ModelOptions, compile_in_place, lay_out
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
@@ -51,10 +52,10 @@ def check(task: Task) -> None:
     trained = training_data(task)
     if not trained and not task.test_data:
         raise ConfigError("data", "there is neither training nor test data")
-    for key, data in {**trained, **_test_keys(task)}.items():
+    for key, data in all_data(task).items():
         data.open(task.seed, key)
         data.check(key, train=key in trained)
-    _check_shared({**trained, **_test_keys(task)})
+    _check_shared(all_data(task))
     for number, stage in enumerate(task.whole_phases):
         _check_length(task, stage, stage.key(number) if len(task.whole_phases) > 1 else "phases")
 
@@ -105,6 +106,11 @@ def training_data(task: Task) -> dict[str, Data]:
         if stage.train is not None:
             found[_key(stage)] = stage.train
     return found
+
+
+def all_data(task: Task) -> dict[str, Data]:
+    """Every set of samples by its place in the configuration."""
+    return {**training_data(task), **_test_keys(task)}
 
 
 def _key(stage: Stage) -> str:
@@ -165,7 +171,9 @@ def build(task: Task) -> None:
     if task.optimizers or task.loaders:
         raise PhaseloopError("this task was trained already; make another one")
     if not task.bare_model.training:
-        log.warning("the model is in evaluation mode and is trained so; call model.train()")
+        log.warning(
+            "the model is in evaluation mode and is trained so; call model.train()", extra=ALIKE
+        )
     task.backend.setup()
     _place_modules(task)
     task.precision.start(task.device)
@@ -246,6 +254,7 @@ def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:
             key,
             loader.samples,
             largest,
+            extra=ALIKE,
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.gradients import apply_update, clear
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.progress import Progress
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Committing:
             progress.skipped_in_a_row = 0
             progress.saves = 0
             if self.agreement is not None:
-                self.backend.settle()
+                self.agreement.patience.updated()
             for name in self.moved:
                 progress.moved[name] = progress.moved.get(name, 0) + 1
             self.recorder.tick(progress.updates)
@@ -151,7 +152,7 @@ class Committing:
         update = self.progress.updates + (not self.updated)
         for skip in self._skips:
             name = f" for {skip['optimizer']}" if "optimizer" in skip else ""
-            log.warning("update %d was skipped%s: %s", update, name, skip["reason"])
+            log.warning("update %d was skipped%s: %s", update, name, skip["reason"], extra=ALIKE)
             self.recorder.event("skip", update=update, **skip)
         self._last_skip = self._skips[-1]["reason"]
         self._skips = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from phaseloop.engine.data.loaders import AnyLoader
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.report import counted
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ log = logging.getLogger("phaseloop")
 def warn(task: Task) -> None:
     """One line, on the primary, where a batch is cut and something is by nature not indifferent.
 
-    Batch norms that are trained with their batch's statistics; a step that declares
+    Batch norms that are trained with their batch's statistics, synchronised ones also where a
+    process may be left without a sample, and takes another's in its place; a step that declares
     ``across_samples``; a ``batch_transform``.
     """
     if not task.primary or task.test_only:
@@ -37,7 +39,7 @@ def warn(task: Task) -> None:
             continue
         pieces = _pieces(loader)
         found = [
-            *_of_norms(task, pieces, processes),
+            *_of_norms(task, loader, processes),
             *_of_step(facts.across_samples, facts.name, pieces * processes),
             *_of_transform(loader, pieces * processes),
         ]
@@ -50,6 +52,7 @@ def warn(task: Task) -> None:
             "would make, and depends on micro_batch_size and the number of processes",
             most,
             "; ".join(reasons),
+            extra=ALIKE,
         )
 
 
@@ -58,19 +61,37 @@ def _pieces(loader: AnyLoader) -> int:
     return max(len(plan.window(0).pieces) for plan in loader.plans.values())
 
 
-def _of_norms(task: Task, pieces: int, processes: int) -> Iterator[str]:
+def _of_norms(task: Task, loader: AnyLoader, processes: int) -> Iterator[str]:
     """Batch norms in training mode; those that are synchronised see all processes' samples."""
-    names = [
-        name or "the model"
-        for name, module in task.bare_model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
-        and pieces * (1 if isinstance(module, nn.SyncBatchNorm) else processes) > 1
-    ]
-    if names:
-        norms = counted(len(names), "batch norm")
-        shown = names[0] if len(names) == 1 else f"such as {names[0]}"
-        yield f"the statistics of {norms} ({shown}) are those of one piece"
+    pieces = _pieces(loader)
+    apart = [name for name, synced in _norms(task) if pieces * (1 if synced else processes) > 1]
+    if apart:
+        yield f"the statistics of {_named(apart)} are those of one piece"
+    synced = [name for name, synced in _norms(task) if synced]
+    if synced and pieces == 1 and _smallest(loader) < processes:
+        yield (
+            f"the statistics of {_named(synced)} have a sample several times where a batch has "
+            f"fewer samples than there are processes"
+        )
+
+
+def _norms(task: Task) -> Iterator[tuple[str, bool]]:
+    """Names of batch norms that take their batch's statistics; and whether over processes."""
+    for name, module in task.bare_model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
+            yield name or "the model", isinstance(module, nn.SyncBatchNorm)
+
+
+def _named(names: list[str]) -> str:
+    shown = names[0] if len(names) == 1 else f"such as {names[0]}"
+    return f"{counted(len(names), 'batch norm')} ({shown})"
+
+
+def _smallest(loader: AnyLoader) -> int:
+    """Samples of the smallest batch, at least; what a process has of a stream is not known."""
+    return min(plan.smallest for plan in loader.plans.values())
 
 
 def _of_step(across_samples: bool, name: str, pieces: int) -> Iterator[str]:

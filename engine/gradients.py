@@ -103,7 +103,7 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
 
     Raises:
         PhaseloopError: this process has no loss for a part of its share, for which the others
-            would have to be corrected too.
+            would have to be corrected too; or it gives weights where others give none.
     """
     if task.accumulator.lacks:
         raise PhaseloopError(
@@ -113,12 +113,16 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
         )
     if task.before_reduce is not None:
         task.before_reduce()
+    assert task.agreement is not None
+    task.agreement.check_weights(given=weight is not None)
     task.backend.reduce_gradients(task.trainable)
     if weight is None:
         return None
-    return task.backend.all_reduce(
-        torch.as_tensor(weight, dtype=torch.float64, device=task.device).clone()
-    )
+    if isinstance(weight, Tensor):
+        own = weight.to(task.device, torch.float64, copy=True)
+    else:  # filled there: nobody waits for a copy
+        own = torch.full((), weight, dtype=torch.float64, device=task.device)
+    return task.backend.all_reduce(own)
 
 
 def _evaluate(task: Task, closure: Closure) -> Tensor:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from phaseloop.engine.disk import make_folder
 
+ALIKE = {"alike": True}
+"""``extra`` of what all processes know and would say alike: only the primary's log has it."""
+
 
 class LogFile(logging.FileHandler):
     """``log.txt``: where the disk takes no more, that is said once, and the run goes on.

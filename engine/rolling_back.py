@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phaseloop.engine.checkpoint import contents
 from phaseloop.engine.checkpoint.resume import chosen_by_primary
 from phaseloop.engine.errors import NonFiniteError, PhaseloopError
+from phaseloop.engine.log_file import ALIKE
 
 if TYPE_CHECKING:
     from phaseloop.engine.task import Task
@@ -66,7 +67,7 @@ def roll_back(task: Task, reason: str, most: int) -> None:
     contents.restore_random(task, state)
     log.warning(
         "rolled back from update %d to %s, and on with another order of the data: %s",
-        update, saved.path.name, reason,
+        update, saved.path.name, reason, extra=ALIKE,
     )  # fmt: skip
     task.recorder.later(
         "roll_back", update=update, to=task.progress.updates, number=done + 1, reason=reason

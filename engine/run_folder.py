@@ -234,7 +234,7 @@ class RunFolder:
         """Send everything that phaseloop logs to ``log.txt`` too.
 
         Of several processes the others say what goes wrong in ``ranks/log-RANK.txt``, which is
-        made when there is something to say.
+        made when there is something to say. What all say alike is not in it.
 
         Raises:
             ConfigError: it cannot be opened.
@@ -247,6 +247,7 @@ class RunFolder:
                 self._seen = _identity(self.path)
                 self._handler = LogFile(path, delay=True, lost=lambda: self.lost)
                 self._handler.setLevel(logging.WARNING)
+                self._handler.addFilter(lambda record: not hasattr(record, "alike"))
         except OSError as error:
             raise ConfigError(self._key, f"{path} cannot be written: {error.strerror}") from None
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

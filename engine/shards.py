@@ -7,6 +7,7 @@ that takes longer than all of the engine.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -178,19 +179,26 @@ def norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     )
 
 
-def _over_processes(each: Tensor, sharded: list[bool], first: Any, p: float) -> Tensor:
+def _over_processes(each: Tensor, sharded: Sequence[bool], first: Any, p: float) -> Tensor:
     """Norms of wholes, from those of the parts."""
     group = first.device_mesh.get_group()
     reduce = torch.distributed.all_reduce
-    mask = torch.tensor(sharded, device=each.device)
+    mask = _mask(tuple(sharded), each.device)
     if p == float("inf"):
         # A NaN may be lost in a maximum.
         both = torch.stack([each.nan_to_num(posinf=float("inf")), each.isnan().to(each.dtype)])
         reduce(both, torch.distributed.ReduceOp.MAX, group=group)
         return torch.where(mask, torch.where(both[1] > 0, float("nan"), both[0]), each)
-    powers = each**p
+    # Squares of what float16 can hold it cannot.
+    powers = each.to(torch.promote_types(each.dtype, torch.float32)) ** p
     reduce(powers, group=group)
-    return torch.where(mask, powers ** (1 / p), each)
+    return torch.where(mask, (powers ** (1 / p)).to(each.dtype), each)
+
+
+@functools.lru_cache(maxsize=8)
+def _mask(sharded: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Kept, since the device would be waited for at every copy to it."""
+    return torch.tensor(sharded, device=device)
 
 
 def clip_norm(parameters: Iterable[Parameter], most: float, p: float) -> Tensor:

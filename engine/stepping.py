@@ -241,6 +241,7 @@ class Stepping(Turns):
         Raises:
             PhaseloopError: called in a test phase, or before the step took its batch; or with a
                 weight twice for one micro-batch, or for some micro-batches of a window only.
+                At ``update``: some of several processes gave a weight, and others none.
         """
         batch = self.batch
         if not self.train or batch is None:

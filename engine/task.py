@@ -208,7 +208,7 @@ class Task(Stepping):
         if isinstance(value, Tensor):
             self.recorder.add(name, scalar(value, f"record({name!r})"), weight)
         else:
-            self.recorder.add(name, torch.tensor(float(value), device=self.device), weight)
+            self.recorder.add(name, torch.full((), float(value), device=self.device), weight)
 
     def compute_metrics(self) -> None:
         """Sync the meters of the phase at hand over processes and read them, once per phase."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from phaseloop.engine import outcomes, registry, shards
+from phaseloop.engine import alike, outcomes, registry, shards
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
@@ -18,6 +18,7 @@ from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
 from phaseloop.engine.events import Dispatcher, Hook
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.lost_place import check_folder, check_place, lost_place
 from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
 from phaseloop.engine.task import Task
@@ -69,7 +70,7 @@ class Trainer:
             hooks = {name: hook for name, hook in hooks.items() if not hook.for_processes}
         self.hooks = Dispatcher(hooks)
         self._started = 0.0
-        self._start_from: Saved | None = None
+        self._start_from: Saved | Callable[[], Saved] | None = None
         self._begun = False
         self._running = False
 
@@ -88,11 +89,12 @@ class Trainer:
         self._start_from = start
         return self._run()
 
-    def test(self, saved: Saved) -> Outcome:
+    def test(self, saved: Saved | Callable[[], Saved]) -> Outcome:
         """Run every test set once on the weights of a checkpoint; the run's folder is not touched.
 
         Args:
-            saved: a verified checkpoint.
+            saved: a verified checkpoint; or what finds it: of several processes the primary calls
+                it, and all take what it has found.
         """
         self.task.folder = None
         self.task.test_only = True
@@ -142,7 +144,8 @@ class Trainer:
         task.hooks = hooks
         task.before_save.append(check_place)
         task.build()
-        saved = self._start_from or resume.find(task)
+        alike.check(task)
+        saved = self._checkpoint()
         state = contents.restore(task, saved) if saved is not None else None
         task.resumed = state is not None
         if saved is not None and state is not None:
@@ -153,6 +156,7 @@ class Trainer:
         else:
             weights.start(task)
             task.seed_all()
+        alike.check_start(task, saved)
         if task.agreement is not None:
             task.agreement.meet()
         self._begun = True
@@ -163,7 +167,9 @@ class Trainer:
             task.make_tests_due()
         elif state is not None:
             for name in hooks.load_state_dict(state["hooks"]):
-                log.warning("the checkpoint holds state of a hook %r that is not in use", name)
+                log.warning(
+                    "the checkpoint holds state of a hook %r that is not in use", name, extra=ALIKE
+                )
             hooks.on_resume(task)
             contents.restore_random(task, state)
         # Only now: a hook that refuses its options leaves an old run's files as they were.
@@ -172,6 +178,12 @@ class Trainer:
         self._write_status(self._outcome("running"))
         if task.folder is not None and task.primary and task.config:
             task.folder.write_config(task.config)
+
+    def _checkpoint(self) -> Saved | None:
+        """The one to start from; None: from the beginning."""
+        if callable(self._start_from):
+            return resume.chosen_by_primary(self.task, self._start_from)
+        return self._start_from or resume.find(self.task)
 
     def _end(self, outcome: Outcome) -> Outcome:
         errors = self.hooks.call_isolated("on_end", self.task, outcome)
@@ -253,7 +265,9 @@ class _Life:
         task.backend.setup()
         if task.folder is not None:
             undo.callback(task.folder.close)
-            on_primary(task.backend, self._open_folder)
+        if on_primary(task.backend, self._open_folder) != (task.folder is not None):
+            raise ConfigError("run.dir", "one process has a folder, and another has none")
+        if task.folder is not None:
             undo.callback(task.folder.stop_log)
             task.folder.start_log(task.backend.rank)
         undo.callback(task.signals.restore)
@@ -264,10 +278,12 @@ class _Life:
         undo.callback(task.close)
         undo.callback(task.leave_phase)
 
-    def _open_folder(self) -> None:
+    def _open_folder(self) -> bool:
+        """Whether there is one."""
         task = self._task
-        assert task.folder is not None
-        resume.open_folder(task.folder, task.run.resume, task.store)
+        if task.folder is not None:
+            resume.open_folder(task.folder, task.run.resume, task.store)
+        return task.folder is not None
 
     def end(self) -> None:
         """Undo everything, last first; an error in it never hides an earlier one."""

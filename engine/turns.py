@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phaseloop.engine.checkpoint.optimizer_state import check_names
@@ -15,6 +16,8 @@ from phaseloop.engine.gradients import clear, count_groups, optimized
 from phaseloop.engine.schedules import Rates
 from phaseloop.engine.settings import Gradients
 from phaseloop.engine.walk import Walk
+
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 class Turns(Walk):
@@ -46,7 +49,9 @@ class Turns(Walk):
         self.stepping: tuple[str, ...] = ()
         self._chosen = False
         self._parameters: list[nn.Parameter] = []
+        self._buffers: list[dict[str, Tensor | None]] = []
         self._wrapped_for: list[bool] = []
+        self._shared_model: nn.Module
 
     def due(self, optimizer: str) -> bool:
         """Whether an optimizer steps in this window: at every n-th, counted over the stage.
@@ -119,9 +124,12 @@ class Turns(Walk):
             check_names(optimizer, names)
             self.parameters_of[name] = optimized([optimizer])
         self.groups = count_groups(self.optimizers)
-        self._parameters = list(self.bare_model.parameters())
-        if isinstance(self.criterion_module, nn.Module):
-            self._parameters += self.criterion_module.parameters()
+        self._wrapped_for = []
+        criterion = self.criterion_module
+        modules = [self.bare_model, *([criterion] if isinstance(criterion, nn.Module) else [])]
+        self._parameters = [p for module in modules for p in module.parameters()]
+        # Where a module keeps them: they may be replaced, and to look for them takes long.
+        self._buffers = [part._buffers for module in modules for part in module.modules()]
         self._choose(self.stepping if self._chosen else tuple(self.optimizers))
 
     def take_added_groups(self) -> None:
@@ -136,30 +144,39 @@ class Turns(Walk):
     # --- on several processes ---
 
     def wrap_model(self) -> None:
-        """Let the backend reduce gradients in backward, where the step allows it."""
-        self._wrapped_for = self._flags()
-        facts = self.step_facts
-        if facts.whole_model_forward and not facts.takes_window and not self.may_redo:
-            self.model = self.backend.wrap(self.bare_model)
-        else:
-            self.backend.unwrap()
-            self.model = self.bare_model
+        """Let the backend reduce gradients in backward, where the step allows it.
+
+        What is wrapped already stays so, through a test too, as long as the same is trained.
+        """
+        flags = self._flags()
+        if flags != self._wrapped_for:
+            self._wrapped_for = flags
+            if flags[0]:
+                self._shared_model = self.backend.wrap(self.bare_model)
+            else:
+                self.backend.unwrap()
+                self._shared_model = self.bare_model
+        self.model = self._shared_model
 
     def begin_shared_window(self) -> None:
         """Before a window of the training: buffers are equal, and what is trained is reduced."""
-        if self._flags() != self._wrapped_for:
-            self.wrap_model()
+        self.wrap_model()
         self.equal_buffers()
 
     def equal_buffers(self) -> None:
         """Every process has the primary's buffers, of model and criterion."""
-        for module in (self.bare_model, self.criterion_module):
-            if isinstance(module, nn.Module):
-                self.backend.equal_buffers(module)
+        found: dict[int, Tensor] = {}
+        for own in self._buffers:
+            if own:
+                found.update({id(b): b for b in own.values() if b is not None})
+        if found:
+            self.backend.make_equal(list(found.values()))
 
     def _flags(self) -> list[bool]:
-        """What the wrapper depends on: which parameters are trained now, and in which way."""
-        return [self.may_redo, *(parameter.requires_grad for parameter in self._parameters)]
+        """What the wrapper depends on: whether there may be one, and what is trained now."""
+        facts = self.step_facts
+        whole = facts.whole_model_forward and not facts.takes_window and not self.may_redo
+        return [whole, *map(_IS_TRAINED, self._parameters)]
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of every parameter to its name; implemented by the task."""

@@ -19,6 +19,7 @@ from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import DataError, PhaseloopError
 from phaseloop.engine.fetching import Fetching
 from phaseloop.engine.freezing import Freezing
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phase
@@ -51,6 +52,9 @@ class Walk(Fetching):
         train: it is a train phase.
         meters: the meters of the phase at hand.
         stop_reason: why the run is to stop; empty: it is not.
+        stop_asked: the same, until the run has stopped for it: a checkpoint has it, so that
+            another process stops there too. Empty also where who asked asks again at a resume.
+        stop_saved: the last checkpoint has one.
         test_entry: in a test phase, the small state from just before it.
         random_before_test: the random states of this process from there, until the phase is left:
             draws of phase-end hooks are the test's too.
@@ -76,7 +80,8 @@ class Walk(Fetching):
         super().__init__()
         self.phase = Phase(TRAIN, True, 0, 0)
         self.train = True
-        self.stop_reason = ""
+        self.stop_reason = self.stop_asked = ""
+        self.stop_saved = False
         self.carry: Any = None
         self.asked_end: dict[str, str] = {}
         self._train_carry: Any = None
@@ -103,6 +108,8 @@ class Walk(Fetching):
             while self.plan.train_is_over(progress) and not self._tests_only():
                 if not self.stages.go_on():
                     return False
+                if self.agreement is not None:
+                    self.agreement.patience.begin()
             if self._tests_only() or self.plan.test_due_at_start(progress):
                 self.make_tests_due()
         if progress.tests_due:
@@ -135,7 +142,7 @@ class Walk(Fetching):
                 f"{loader.key} is used up after {progress.updates} updates: the stream gave "
                 f"nothing when it was gone through again"
             )
-            log.warning("%s", self.stop_reason)
+            log.warning("%s", self.stop_reason, extra=ALIKE)
         return goes_on
 
     def _tests_only(self) -> bool:
@@ -163,18 +170,36 @@ class Walk(Fetching):
         if self.signals.received is not None:
             self.signals.reached_border()
             self.stop_reason = self.stop_reason or self.signals.name()
-        return bool(self.stop_reason)
+        if not self.stop_reason:
+            return False
+        self.stop_here(self.stop_saved)
+        return True
 
-    def request_stop(self, reason: str) -> None:
+    def stop_here(self, saved: bool) -> None:
+        """The run stops at this border: a process that goes on later is not to stop for it again.
+
+        Args:
+            saved: the last checkpoint of some process asks for it still.
+        """
+        self.changed = self.changed or saved
+        self.stop_asked, self.stop_saved = "", False
+
+    def request_stop(self, reason: str, asks_again: bool = False) -> None:
         """Ask for the run to stop at the next border.
 
         A request before the minimum of epochs or updates is logged and dropped; who asked asks
         again while the reason holds.
+
+        Args:
+            reason: why, for the log and the outcome.
+            asks_again: who asks does so at a resume too, by itself; else a checkpoint made before
+                the border has the request.
         """
         if self.plan.below_minimum(self.progress):
             log.info("a stop was asked for before phases.min_epochs and min_updates: %s", reason)
         elif not self.stop_reason:
             self.stop_reason = reason
+            self.stop_asked = "" if asks_again else reason
 
     def roll_back(self, reason: str, most: int) -> None:
         """In ``on_gradients``: leave this update out, and go on from the last checkpoint.
@@ -233,10 +258,11 @@ class Walk(Fetching):
         self.phase = self._train_phase
         self.meters = self.meter_sets[TRAIN]
         self.train = True
-        if self.agreement is not None:
-            self.wrap_model()
         self._batches = self._train_batches
         self.freezing.apply()
+        if self.agreement is not None:
+            self.wrap_model()
+        self.stop_reason = self.stop_reason or self.stop_asked  # before a resume
         torch.set_grad_enabled(True)
 
     def _enter_test(self, name: str) -> None:
@@ -244,6 +270,7 @@ class Walk(Fetching):
         self.test_entry = self.small_state()
         self.random_before_test = self.test_entry["rng"][0]
         if self.agreement is not None:
+            self.agreement.patience.test_begins(name)
             self.model = self.bare_model
             self.equal_buffers()
         self._train_flags = [(module, module.training) for module in self.model.modules()]
@@ -261,6 +288,8 @@ class Walk(Fetching):
         """Put everything back that the phase at hand changed for itself."""
         if self.train:
             self._train_batches = self._batches
+        elif self.agreement is not None:
+            self.agreement.patience.test_ends(self.phase.name)
         self._batches = None
         for module, flag in self._train_flags:
             module.training = flag

@@ -89,6 +89,7 @@ class Average(Hook):
         self._task = task
         self._pairs = None
         self._planned = task.stages.updates
+        task.before_save.append(self._equal_buffers)
         if self.test:
             if task.swapping.owner not in ("", self.name):
                 raise ConfigError(
@@ -104,6 +105,7 @@ class Average(Hook):
 
     def on_phase_start(self, task: Task) -> None:
         if self.test and not task.train:
+            self._equal_buffers(task)
             task.swapping.put_in(task.averages.get(self.name, {}))
 
     def on_step(self, task: Task) -> None:
@@ -143,6 +145,16 @@ class Average(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = state["samples"]
+
+    def _equal_buffers(self, task: Task) -> None:
+        """Of several processes each has averaged its own buffers; what is saved is the primary's.
+
+        So that is what all test, as a process that goes on from the checkpoint does.
+        """
+        averages = task.averages.get(self.name)
+        if task.agreement is not None and averages:
+            there = places(task.bare_model)
+            task.backend.make_equal([v for name, v in averages.items() if there[name].buffer])
 
     def _begun(self, task: Task, update: int) -> bool:
         """Whether a sample may be taken after update number ``update``."""

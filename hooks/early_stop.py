@@ -67,5 +67,6 @@ class EarlyStop(Hook):
         if self.waited >= self.patience:
             task.request_stop(
                 f"early_stop: {self.ranking.metric} has not improved on {self.best:g} "
-                f"for {self.waited} scores (hooks.early_stop.patience={self.patience})"
+                f"for {self.waited} scores (hooks.early_stop.patience={self.patience})",
+                asks_again=True,
             )

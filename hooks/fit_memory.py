@@ -13,6 +13,7 @@ from phaseloop.engine.data.loaders import AnyLoader
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.proof import Found, Proof, RedoError, meet_in_forward
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.step_facts import Step
@@ -121,6 +122,7 @@ class FitMemory(Hook):
                 "the model has batch norms, which take statistics over one micro-batch: where "
                 "hooks.%s makes these smaller, that is another update",
                 self.name,
+                extra=ALIKE,
             )
         for place, data in trained.items():
             if data.batch_transform is not None:
@@ -129,6 +131,7 @@ class FitMemory(Hook):
                     "these smaller, that is another update",
                     place,
                     self.name,
+                    extra=ALIKE,
                 )
 
     def _guarded(self, step: Step) -> Step:

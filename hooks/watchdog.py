@@ -28,6 +28,7 @@ from phaseloop.engine.trainer import Outcome
 _LOOKS = 20  # in the time that is too long
 _SELDOM = 5.0  # seconds between two looks, at most
 _RECENT = 100  # looks whose steps are the usual ones
+_ALONE, _PART = 180.0, 0.6  # seconds with one process; part of the time limit with several
 _TO_SAY = 5.0  # seconds for one line: the console may be what hangs
 _TO_TELL = 15.0  # and for the file and the line: so may the disk
 _TORCH, _PYTHON = (str(Path(file).parent) + os.sep for file in (torch.__file__, os.__file__))
@@ -47,7 +48,8 @@ class Watchdog(Hook):
 
     Args:
         factor: how many times as long as usual, the median over what was seen lately, is too long.
-        seconds: less than this is never too long. By default that is before collectives give up.
+        seconds: less than this is never too long. None: three fifths of ``backend.timeout``, so
+            that it speaks before a process gives up waiting for others; with one process 180.
         start_seconds: the same for the first step of each kind of phase, which may compile.
         abort: end the process then, with exit code 1, so that whoever started it may start it
             again; the last whole checkpoint stands.
@@ -61,22 +63,25 @@ class Watchdog(Hook):
     def __init__(
         self,
         factor: float = 20.0,
-        seconds: float = 180.0,
+        seconds: float | None = None,
         start_seconds: float = 1200.0,
         abort: bool = False,
     ) -> None:
         if factor < 1:
             raise ConfigError("hooks.watchdog.factor", f"{factor} is less than 1")
         for name, value in {"seconds": seconds, "start_seconds": start_seconds}.items():
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"hooks.watchdog.{name}", f"{value} is not more than 0")
         self.factor = factor
-        self.seconds = seconds
+        self._given = seconds
+        self.seconds = _ALONE if seconds is None else seconds
         self.start_seconds = start_seconds
         self.abort = abort
         self._watch: _Watch | None = None
 
     def on_start(self, task: Task) -> None:
+        if self._given is None and task.backend.world_size > 1:
+            self.seconds = _PART * task.backend.timeout
         self._watch = _Watch(task, self)
         self._watch.start()
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from phaseloop.engine.disk import replace
 from phaseloop.engine.errors import CheckpointError, ConfigError, nearest
 from phaseloop.engine.urls import Place, check_url, is_url, place
+from phaseloop.tools import one_process
 from phaseloop.tools.run import DONE, exit_code, words_given
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _run(words: Sequence[str]) -> int:
     force = {"true": True, "false": False}.get(own.pop("force", "false").lower())
     if force is None:
         raise ConfigError("force", "it is true or false")
+    one_process.check_launcher("an export")
     done = export(rest[0], rest[1], force=force, **own)
     kind = "raw weights" if done.weights == RAW else f"averages of hooks.{done.weights}"
     print(f"exported    {kind} of {done.checkpoint}")

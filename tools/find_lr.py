@@ -21,6 +21,7 @@ from phaseloop.engine.config import compose as composing
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.config.typed import to_dataclass
 from phaseloop.engine.errors import ConfigError
+from phaseloop.tools import one_process
 from phaseloop.tools.range_files import NUMBERS, PICTURE
 from phaseloop.tools.range_test import Found, RangeTest, find_lr
 from phaseloop.tools.run import DONE, SIGNALLED, exit_code, words_given
@@ -107,6 +108,8 @@ def _check(schema: schemas.Schema) -> None:
             raise ConfigError(key, "is for tools/run.py; a range test trains, and a copy only")
     if schema.data.train is None:
         raise ConfigError("data.train", "a learning-rate range test needs training data")
+    one_process.check_keys(schema, "a learning-rate range test")
+    one_process.check_launcher("a learning-rate range test")
 
 
 def _training_only(schema: schemas.Schema) -> schemas.Schema:

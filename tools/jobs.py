@@ -50,24 +50,29 @@ def _test(schema: Schema) -> int:
     built = build(_for_testing(schema))
     if not built.task.test_data:
         raise ConfigError("data.test", "only=test needs test data")
-    saved = _weights(schema, folder, built)
     hooks: dict[str, Hook] = {
         name: hook
         for name, hook in built.hooks.items()
         if name in _WHILE_TESTING or hook.shapes_tests
     }
-    outcome = Trainer(built.task, hooks).test(saved)
+    found: list[store.Saved] = []
+
+    def choose() -> store.Saved:
+        found.append(_weights(schema, folder, built))
+        return found[0]
+
+    outcome = Trainer(built.task, hooks).test(choose)
     if outcome.signal is not None:
         return _SIGNALLED + outcome.signal
     task = built.task
+    if not task.primary:
+        return 0
     result = {
-        "weights": saved.path.name,
+        "weights": found[0].path.name,
         "averaged": bool(task.averages.get(task.swapping.owner)),
         "updates": outcome.updates,
         "metrics": outcome.final,
     }
-    if not task.primary:
-        return 0
     text = json.dumps(result, indent=1)
     if schema.debug.fast is None:
         replace_text(folder.path / "test.json", text + "\n")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from phaseloop.engine.errors import ConfigError
+from phaseloop.tools import one_process
 from phaseloop.tools.replaying.report import report
 from phaseloop.tools.run import DONE, exit_code, words_given
 
@@ -75,6 +76,7 @@ def _run(words: Sequence[str]) -> int:
     if to is not None and not to.parent.is_dir():
         raise ConfigError("to", f"there is no folder {to.parent}")
     overrides = [word for word in rest if word not in folders]
+    one_process.check_launcher("a replay")
     found = replay(folders[0], _number(own, "update"), until=_number(own, "until"),
                    roll_backs=_number(own, "roll_backs", 0), overrides=overrides)  # fmt: skip
     text = json.dumps(found.plain(), indent=1)

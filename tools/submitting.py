@@ -142,6 +142,8 @@ class Job:
             self._pid = process.pid
             self._code = code = _wait(process.pid)
         signal.signal(signal.SIGTERM, previous)
+        if code == _SIGNALLED + signal.SIGTERM and self._is_another_task():
+            time.sleep(_TO_BE_ENDED)
         if code:
             raise RuntimeError(f"the command line ended with exit code {code}")
 
@@ -169,6 +171,11 @@ class Job:
         self._send(number)
         if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and _wait(self._pid) > _SIGNALLED:
             time.sleep(_TO_BE_ENDED)
+
+    def _is_another_task(self) -> bool:
+        """The first task queues the job again; one that fails meanwhile would end it for good."""
+        first = os.environ.get("SLURM_PROCID", "0") == "0"
+        return self.nodes > 1 and not first and os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

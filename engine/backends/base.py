@@ -6,6 +6,7 @@ processes overrides what differs.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ class Backend:
     collective_forward = False
     """Going through the model is a collective: every process has to, as often as the others."""
 
+    timeout = math.inf
+    """Seconds that one process waits for another, once updates are made."""
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.rank = 0
@@ -43,8 +47,8 @@ class Backend:
     def setup(self) -> None:
         """Join the other processes; nothing where that is done."""
 
-    def settle(self) -> None:
-        """Called when updates are made: what is slow only at the beginning is over."""
+    def patient(self, on: bool) -> None:
+        """Whether processes wait for one another as long as at the start, or less."""
 
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
@@ -82,8 +86,8 @@ class Backend:
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of a complete window over processes, where not yet done."""
 
-    def equal_buffers(self, model: nn.Module) -> None:
-        """Give every process the primary's buffers."""
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        """Give these tensors the primary's values, on every process, in place."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """One step of an optimizer."""

@@ -7,6 +7,7 @@ steps run on the bare model, and their gradients are reduced in one message when
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +36,9 @@ class Ddp(Processes):
         device, timeout, start_timeout: see :class:`Processes`.
         find_unused_parameters: parameters may have no part in a loss, others from step to step;
             costs a walk through the graph at each step.
-        static_graph: the graph is the same at every step, which torch makes use of.
+        static_graph: the graph is the same at every step, which torch makes use of. Gradients are
+            reduced at each micro-batch then, and not once a window: the first one that a wrapper
+            sees has to be, and all windows are to be rounded alike.
         bucket_mb: gradients are reduced in messages of this many megabytes.
         sync_batch_norm: batch norms use the statistics of the whole batch, over all processes; on
             GPUs only, since torch has it there only.
@@ -65,16 +68,15 @@ class Ddp(Processes):
         self.static_graph = static_graph
         self.bucket_mb = bucket_mb
         self.sync_batch_norm = sync_batch_norm
-        self._wrapped: DistributedDataParallel | None = None
+        self._wrapped: _Wrapper | None = None
         self._covered: set[int] = set()
-        self._graph_known = True
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         if self.sync_batch_norm and self.world_size > 1:
             # In place: the names stay.
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         model.to(self.device)
-        self._broadcast([*(p.data for p in model.parameters()), *model.buffers()])
+        self._equalise(model)
         return model
 
     def unwrap(self) -> None:
@@ -91,23 +93,22 @@ class Ddp(Processes):
         with warnings.catch_warnings():
             # What is to come in its place, a later torch says, still sends the buffers once.
             warnings.simplefilter("ignore", FutureWarning)
-            self._wrapped = DistributedDataParallel(
+            self._wrapped = _Wrapper(
                 model,
                 broadcast_buffers=False,  # done once a window, for steps of every kind
                 init_sync=False,
                 bucket_cap_mb=self.bucket_mb,
-                find_unused_parameters=self.find_unused_parameters,
+                # A static graph tells it by itself.
+                find_unused_parameters=self.find_unused_parameters and not self.static_graph,
                 static_graph=self.static_graph,
             )
         self._covered = {id(p) for p in trained}
-        self._graph_known = not self.static_graph
         return self._wrapped
 
     def sync_gradients(self, on: bool) -> None:
         if self._wrapped is not None:
-            # torch learns a static graph from the first backward, which has to reduce. What is an
-            # average already is not changed by being averaged again.
-            self._wrapped.require_backward_grad_sync = on or not self._graph_known
+            # What is an average already stays what it is when it is averaged again.
+            self._wrapped.require_backward_grad_sync = on or self.static_graph
             self._wrapped.require_forward_param_sync = False  # a forward that reduces sets it
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -115,12 +116,11 @@ class Ddp(Processes):
             return
         if self._wrapped is not None:
             self._check_reduced(self._wrapped)
-            self._graph_known = True
         rest = [p for p in parameters if id(p) not in self._covered]
         if rest:
             self._average(rest)
 
-    def _check_reduced(self, wrapped: DistributedDataParallel) -> None:
+    def _check_reduced(self, wrapped: _Wrapper) -> None:
         """Raises where torch would say so at the next forward only: after the update."""
         if not wrapped.require_forward_param_sync:
             raise PhaseloopError(_PASSED_BY)
@@ -128,3 +128,25 @@ class Ddp(Processes):
             wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise PhaseloopError(_UNUSED) from error
+
+
+class _Wrapper(DistributedDataParallel):
+    """Torch's wrapper with the same messages at every backward, the first one too.
+
+    Torch's own makes its first backward in buckets of another order, and makes them anew by the
+    order in which gradients came. gloo adds up the processes' numbers in an order that depends on
+    their place in a message: so a wrapper that is new, as after a resume, would make other bits.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        # From the parameters as they are listed; the guess that torch's first ones go by, too.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The last layer first, since its gradients come first."""
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:  # of which torch does it itself, and never again
+            return parameters, sparse
+        return parameters[::-1], sparse[::-1]

@@ -97,7 +97,7 @@ class Fsdp(Processes):
         for tensor in tensors:
             if tensor.device != self.device:
                 tensor.data = tensor.data.to(self.device)
-        self._broadcast([tensor.data for tensor in tensors])
+        self.make_equal([tensor.data for tensor in tensors])
 
     def _patterns(self, root: str, roots: dict[str, nn.Module]) -> list[str]:
         """Those of ``shard`` for one of several roots; the names of all begin with the root's."""

@@ -77,6 +77,14 @@ def started_by_us() -> Joining | None:
     return found()
 
 
+def machines(joining: Joining) -> int | None:
+    """How many machines the processes are on; None: the launcher does not say."""
+    name = "SLURM_STEP_NUM_NODES" if joining.by == "slurm" else "GROUP_WORLD_SIZE"
+    if name in os.environ:
+        return _number(name, os.environ)
+    return 1 if joining.world_size == joining.local_world_size else None
+
+
 def first_host(hosts: str) -> str:
     """The first of Slurm's list of hosts: ``node01`` of ``node[01-04,7],gpu3``.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -91,7 +92,7 @@ class _Agent(LocalElasticAgent):
             min_nodes=starting.nodes,
             max_nodes=starting.nodes,
             local_addr=_own_address(starting.rendezvous),
-            join_timeout=int(patience),
+            join_timeout=math.ceil(patience),  # whole seconds, and never 0
         )
         spec = WorkerSpec(
             role=PHASELOOP,

@@ -37,7 +37,8 @@ class Processes(OnDevice):
             ``cuda``.
         timeout: seconds that a collective may take; a process that waits longer ends with an
             error.
-        start_timeout: the same until the first update, which may compile and fill caches.
+        start_timeout: the same for the first updates and tests, which may compile and fill
+            caches; see :class:`~phaseloop.engine.patience.Patience`.
 
     Raises:
         ConfigError: the device is none of these, a time is not positive, or there are fewer GPUs
@@ -59,7 +60,7 @@ class Processes(OnDevice):
         self.device = choose(device, None if joined is None else _number(joined))
         self._host: ProcessGroup | None = None
         self._failed = False
-        self._settled = False
+        self._patient = True
 
     # --- joining and leaving ---
 
@@ -80,13 +81,14 @@ class Processes(OnDevice):
         )
         self._host = dist.new_group(backend="gloo", timeout=patience)
 
-    def settle(self) -> None:
-        """The first update is over: from here on collectives take no longer than ``timeout``."""
-        if self._host is None or self._settled:
+    def patient(self, on: bool) -> None:
+        """Collectives from here on may take ``start_timeout``, or no longer than ``timeout``."""
+        if self._host is None or self._failed or on == self._patient:
             return
-        self._settled = True
+        self._patient = on
+        limit = timedelta(seconds=self.start_timeout if on else self.timeout)
         for group in (dist.group.WORLD, self._host):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
@@ -165,10 +167,39 @@ class Processes(OnDevice):
 
     def prepare_criterion(self, criterion: nn.Module) -> None:
         super().prepare_criterion(criterion)
-        self._broadcast([*(p.data for p in criterion.parameters()), *criterion.buffers()])
+        self._equalise(criterion)
 
-    def equal_buffers(self, model: nn.Module) -> None:
-        self._broadcast([buffer for buffer in model.buffers() if buffer.numel()])
+    def _equalise(self, module: nn.Module) -> None:
+        """Give every process the primary's parameters and buffers."""
+        self.make_equal([parameter.data for parameter in module.parameters()])
+        self.make_equal([*module.buffers()])
+
+    @torch.no_grad()
+    def make_equal(self, tensors: list[Tensor]) -> None:
+        if self._group() is None:
+            return
+        found: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                found.setdefault(tensor.device, []).append(_once(tensor))
+        for on_device in found.values():
+            for pieces in in_messages(on_device):
+                self._send(pieces)
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        """The primary's values for tensors on one device, in one message."""
+        types = by_type(tensors)
+        # Larger elements first: so each begins at a place that its type may begin at.
+        kinds = sorted(types, key=lambda kind: -kind.itemsize)
+        parts = [torch.cat([t.detach().reshape(-1) for t in types[kind]]) for kind in kinds]
+        # As bytes, since neither gloo nor nccl knows all types.
+        sizes = [part.nbytes for part in parts]
+        parts = [part.view(torch.uint8) for part in parts]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
+        dist.broadcast(message, src=0)
+        if not self.primary:
+            for kind, part in zip(kinds, torch.split(message, sizes), strict=True):
+                spread(part.view(kind), types[kind])
 
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter]) -> None:
@@ -186,20 +217,8 @@ class Processes(OnDevice):
                 parameter.grad = torch.zeros_like(parameter)
         for alike in by_type([_gradient(p) for p in used]).values():
             flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-            self.all_reduce(flat).div_(self.world_size)
-            spread(flat, alike)
-
-    @torch.no_grad()
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Give every process the primary's values, in messages of ``MESSAGE`` bytes at most."""
-        if self._group() is None:
-            return
-        for alike in by_type(tensors).values():
-            for pieces in in_messages(alike):
-                flat = torch.cat([piece.detach().reshape(-1) for piece in pieces])
-                dist.broadcast(flat, src=0)
-                if not self.primary:
-                    spread(flat, pieces)
+            # Divided first, as torch's wrapper does: the sum of all may be too large for float16.
+            spread(self.all_reduce(flat.div_(self.world_size)), alike)
 
 
 def _number(joined: Joining) -> int:
@@ -284,6 +303,14 @@ def spread(flat: Tensor, tensors: list[Tensor]) -> None:
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """A tensor that was expanded, without its repetitions: nothing can be written into those."""
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not stride:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -39,7 +39,8 @@ def read_checkpoint(where: Place, which: str | None, averages: str | None, key: 
         raise ConfigError(join(key, "path"), str(error)) from None
     file = STATE if averages else MODEL
     what = f"the average of hooks.{averages} in {saved.path}" if averages else str(saved.path)
-    return Source(state, saved.manifest["files"][file]["sha256"], what)
+    chosen = None if _is_one(where) else saved.path.name
+    return Source(state, saved.manifest["files"][file]["sha256"], what, chosen)
 
 
 def checkpoint_at(where: Place, which: str | None, key: str) -> store.Saved:

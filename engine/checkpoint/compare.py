@@ -66,8 +66,8 @@ def _differences(
 ) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys([*before, *now]):
         path = f"{prefix}{key}"
-        old, new = _by_name(before.get(key, _MISSING)), _by_name(now.get(key, _MISSING))
-        default = _by_name(defaults.get(key, _MISSING))
+        old, new = by_name(before.get(key, _MISSING)), by_name(now.get(key, _MISSING))
+        default = by_name(defaults.get(key, _MISSING))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             below = default if isinstance(default, Mapping) else {}
             yield from _differences(old, new, below, f"{path}.")
@@ -83,7 +83,7 @@ def _same(path: str, old: Any, new: Any, default: Any) -> bool:
     return old is new or bool(old == new)
 
 
-def _by_name(value: Any) -> Any:
+def by_name(value: Any) -> Any:
     """A list of named mappings, such as stages, by their names: so each is compared with itself."""
     is_named = (
         isinstance(value, list)
@@ -104,12 +104,13 @@ def _by_name(value: Any) -> Any:
 
 def _may_change(path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     parts = path.split(".")
-    if any(_covers(pattern.split("."), parts) for pattern in MAY_CHANGE):
+    if any(covers(pattern.split("."), parts) for pattern in MAY_CHANGE):
         return True
     return parts[0] == "hooks" and len(parts) > 1 and _is_free(parts[1], before, now)
 
 
-def _covers(pattern: list[str], parts: list[str]) -> bool:
+def covers(pattern: list[str], parts: list[str]) -> bool:
+    """A path, cut at its dots, is the pattern or lies below it."""
     return len(parts) >= len(pattern) and all(
         p == part or (p == "*" and part not in _COMPONENTS)
         for p, part in zip(pattern, parts, strict=False)

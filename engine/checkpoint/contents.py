@@ -22,6 +22,7 @@ from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.checkpoint.writer import flush_all
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.errors import CheckpointError, PhaseloopError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.swapping import places
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def restore_random(task: Task, state: dict[str, Any]) -> None:
             "batches, but draws outside the data, and last bits, may differ",
             processes,
             task.backend.world_size,
+            extra=ALIKE,
         )
     if rank < processes:
         own = rank_state.of_rank(state, rank)["rng"]

@@ -46,7 +46,7 @@ def identity(task: Task) -> dict[str, Any]:
         facts["freeze"] = task.freezing.for_good()
     data = task.train_data
     if data is not None:
-        facts["data"] = _data(data)
+        facts["data"] = facts_of_data(data)
     facts["train_step"] = [step.name for _, step in task.stages.steps]
     facts["schedule"] = _schedules(task, task.schedules)
     if task.stages.several:
@@ -60,7 +60,7 @@ def _stage(task: Task, stage: Stage) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": stage.name, "repeat": stage.repeat}
     facts["freeze"] = list(stage.freeze)
     if stage.train is not None:
-        facts["data"] = _data(stage.train)
+        facts["data"] = facts_of_data(stage.train)
     if stage.schedule is not None:
         facts["schedule"] = _schedules(task, stage.schedule)
     return facts
@@ -76,7 +76,8 @@ def _schedules(task: Task, given: Any) -> dict[str, Any]:
     return facts
 
 
-def _data(data: Data) -> dict[str, Any]:
+def facts_of_data(data: Data) -> dict[str, Any]:
+    """What fixes the order and the batches of a set of samples."""
     return {
         "samples": data.stream_length() if is_stream(data.first) else len(data.first),
         "batch_size": data.batch_size if isinstance(data.batch_size, int) else data.sizes,

@@ -20,6 +20,7 @@ from phaseloop.engine import rng
 from phaseloop.engine.checkpoint.loader_state import own_loaders
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.phases import TRAIN
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phaseloop")
 
-_ALONE = ("meters", "recorder", "carry", "asked_end")
+_ALONE = ("meters", "recorder", "carry", "asked_end", "stop_asked")
 """What stands in a checkpoint as the primary has it, beside ``rng`` and ``loader``, which are lists
 of one; what the other processes have is in ``others``."""
 
@@ -45,18 +46,30 @@ def gathered(task: Task) -> dict[str, Any]:
         "recorder": task.recorder.state_dict(),
         "carry": task.carry,
         "asked_end": task.asked_end.get(TRAIN, ""),
+        "stop_asked": task.stop_asked,
         "loader": own_loaders(task),
     }
+    task.stop_saved = bool(task.stop_asked)
     state = {
         "rng": [own["rng"]],
         "loader": [own["loader"]] if own["loader"] else [],
         **{name: own[name] for name in _ALONE},
     }
     if task.agreement is not None:
-        ranks = task.backend.gather_object(b"" if task.primary else _packed(own))
+        small = {**own, "meters": _of_open_epoch(task, own["meters"])}
+        ranks = task.backend.gather_object(b"" if task.primary else _packed(small))
         if task.primary:
             state["others"] = _joined(ranks[1:])
     return state
+
+
+def _of_open_epoch(task: Task, meters: dict[str, Any]) -> dict[str, Any]:
+    """Those of the epoch at hand, which goes on where they are.
+
+    What an epoch that is over, or a test, has measured was read, and may be as large as all its
+    samples; and a test that is not over is run again from its start.
+    """
+    return {TRAIN: meters[TRAIN]} if task.progress.epoch_open else {}
 
 
 def count(state: dict[str, Any]) -> int:
@@ -68,8 +81,12 @@ def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
     """What one of them had of its own: ``rng``, ``loader``, meters, rows and ``carry``."""
     if rank == 0:
         loader: dict[str, Any] = next(iter(state.get("loader", [])), {})
-        # Of a checkpoint from before there were several processes, nobody had asked for an end.
-        alone = {"asked_end": "", **{name: state[name] for name in _ALONE if name in state}}
+        # Of a checkpoint from before these were saved, nobody had asked for an end.
+        alone = {
+            "asked_end": "",
+            "stop_asked": "",
+            **{name: state[name] for name in _ALONE if name in state},
+        }
         return {"rng": state["rng"][0], "loader": loader, **alone}
     sizes = state["others"]["sizes"]
     stop = sum(itertools.islice(sizes, rank))
@@ -103,6 +120,18 @@ def _take(task: Task, own: dict[str, Any]) -> None:
     task.recorder.load_state_dict(to_device(own["recorder"], task.device))
     task.carry = to_device(own["carry"], task.device)
     task.asked_end = {TRAIN: own["asked_end"]} if own["asked_end"] else {}
+    _take_stop(task, own.get("stop_asked", ""))
+
+
+def _take_stop(task: Task, reason: str) -> None:
+    """The run was killed after a stop was asked for, and before the border: it stops there."""
+    if not reason or task.test_only:
+        return
+    task.stop_asked, task.stop_saved = reason, True
+    progress = task.progress
+    tested = progress.tests_due or progress.tested_at == progress.updates
+    if not progress.epoch_open or tested:  # else when the epoch is entered: it may be at its end
+        task.stop_reason = task.stop_reason or reason
 
 
 def _take_merged(task: Task, state: dict[str, Any]) -> None:
@@ -123,12 +152,15 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
         task.asked_end = {TRAIN: asked[0]}
     elif asked:
         task.progress.ending = task.progress.ending or asked[0]
+    stops = [rank["stop_asked"] for rank in ranks if rank.get("stop_asked")]
+    _take_stop(task, next(iter(stops), ""))
     task.carry = None
     if any(rank["carry"] is not None for rank in ranks):
         log.warning(
             "task.carry is what each of %d processes had of its own; this is another number, so "
             "it begins empty",
             count(state),
+            extra=ALIKE,
         )
 
 

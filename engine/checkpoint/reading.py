@@ -62,6 +62,15 @@ def verified(path: Place | str) -> Saved:
     return verify(storage_at(where.parent), where.name)
 
 
+def manifest_of(path: Place) -> dict[str, Any]:
+    """The manifest of a checkpoint that another process has verified.
+
+    Raises:
+        CheckpointError: it is absent, cannot be read, or is of a format unknown here.
+    """
+    return _manifest(storage_at(path.parent), path.name)
+
+
 def load(saved: Saved, file: str) -> Any:
     """One part of a verified checkpoint, on the CPU; nothing in it is executed.
 

@@ -14,6 +14,7 @@ from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.checkpoint.contents import STATE
 from phaseloop.engine.checkpoint.remote import owner
 from phaseloop.engine.errors import CheckpointError, ConfigError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.run_folder import METRICS, STATUS, RunFolder, put_aside
 from phaseloop.engine.settings import Run
 from phaseloop.engine.urls import Place, Url, place, same
@@ -155,6 +156,11 @@ def chosen_by_primary(task: Task, choose: Callable[[], store.Saved | None]) -> s
             f"rank {task.backend.rank} does not see {where}, which rank 0 goes on from: processes "
             f"on several machines need a run.dir that all of them share, or run.checkpoints=URL"
         )
+    if store.manifest_of(where)["sha256"] != manifest["sha256"]:
+        raise CheckpointError(
+            f"on rank {task.backend.rank} {where} is another checkpoint than on rank 0: processes "
+            f"on several machines need a run.dir that all of them share, or run.checkpoints=URL"
+        )
     return store.Saved(where, manifest)
 
 
@@ -200,8 +206,11 @@ def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
     key = "model.compile"
     before = {**before, key: state["identity"].get(key, "off")}
     now[key] = task.identity.get(key, "off")
-    if changed := environment.differences(before, now):
-        log.warning("last bits may differ from the run before: %s", changed)
+    changed = environment.differences(before, now)
+    alike = task.backend.broadcast_object(changed) == changed
+    if changed:
+        extra = ALIKE if alike else None  # on a machine of another kind
+        log.warning("last bits may differ from the run before: %s", changed, extra=extra)
 
 
 def warn_about_length(task: Task, state: dict[str, Any]) -> None:
@@ -215,6 +224,7 @@ def warn_about_length(task: Task, state: dict[str, Any]) -> None:
                 task.stages.label(number),
                 was,
                 is_now,
+                extra=ALIKE,
             )
     before, now = begun + sum(planned[over:]), begun + sum(plans[over:])
     if before != now and any(rates.schedules for rates in task.rates.values()):
@@ -223,6 +233,7 @@ def warn_about_length(task: Task, state: dict[str, Any]) -> None:
             "the new total from here on",
             before,
             now,
+            extra=ALIKE,
         )
 
 

@@ -31,11 +31,13 @@ class Source:
         state: name to tensor, or to a module's extra state.
         sha256: of the file that they lie in.
         place: what was read, for messages.
+        checkpoint: name of the one that was chosen among a run's; None: there was no choice.
     """
 
     state: Mapping[str, Any]
     sha256: str
     place: str
+    checkpoint: str | None = None
 
 
 def join(key: str, option: str) -> str:

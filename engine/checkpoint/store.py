@@ -28,6 +28,7 @@ from phaseloop.engine.checkpoint.reading import BLOCK, said, storage_at, unreada
 from phaseloop.engine.checkpoint.reading import FORMAT as FORMAT
 from phaseloop.engine.checkpoint.reading import Saved as Saved
 from phaseloop.engine.checkpoint.reading import load as load
+from phaseloop.engine.checkpoint.reading import manifest_of as manifest_of
 from phaseloop.engine.checkpoint.reading import safe_load as safe_load
 from phaseloop.engine.checkpoint.reading import seal as seal
 from phaseloop.engine.checkpoint.reading import verified as verified

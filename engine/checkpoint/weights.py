@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import choosing, source
 from phaseloop.engine.checkpoint.fitting import WeightsReport, compare, hint, without_values
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.run_folder import ONLY_FILE
 from phaseloop.engine.shards import shares_of
 from phaseloop.engine.urls import Place, check_url, place
@@ -128,14 +130,30 @@ def start(task: Task) -> None:
     """At the very start of a run: load what it begins with, and note that in its identity."""
     if task.weights is None:
         return
-    where = place(task.weights.path, task.run.storage_options)
-    found = _read(task.weights, where, KEY)
+    found = _found(task, task.weights)
     _load(task.bare_model, task.weights, found, KEY, log_it=True)
     task.identity[FACTS] = {
         "path": task.weights.path,
         "sha256": found.sha256,
         **task.weights.facts,
     }
+
+
+def _found(task: Task, weights: Weights) -> source.Source:
+    """The weights as they are read here: of a run, those of the checkpoint that the primary took.
+
+    A run that still goes on has another newest one at every look.
+    """
+    where, mine = place(weights.path, task.run.storage_options), []
+
+    def read_and_tell() -> str | None:
+        mine.append(_read(weights, where, KEY))
+        return mine[0].checkpoint
+
+    which = on_primary(task.backend, read_and_tell)
+    if mine:
+        return mine[0]
+    return _read(dataclasses.replace(weights, which=which), where, KEY)
 
 
 def changes(task: Task, before: Mapping[str, Any]) -> list[str]:
@@ -198,7 +216,9 @@ def _load(
         for line in report.lines(_SHOWN):
             log.info("%s", line)
     if lost := without_values(chosen):
-        log.warning("%s: %s has NaN in tensors that are loaded: %s", key, found.place, lost)
+        log.warning(
+            "%s: %s has NaN in tensors that are loaded: %s", key, found.place, lost, extra=ALIKE
+        )
     state = OrderedDict(shares_of(chosen, model.state_dict()))
     # Names and values are as this version of each module has them.
     state._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from phaseloop.engine.config.typed import to_dataclass
+from phaseloop.engine.config.typed import convert, to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.starting import KEYS, Starting
 
@@ -18,26 +18,40 @@ AUTO, ALONE, SEVERAL = "auto", "single", "ddp"
 RENDEZVOUS = "PHASELOOP_RENDEZVOUS"
 """HOST:PORT where machines meet, from whoever started this process on several of them."""
 
+_STARTED = {"RANK", "SLURM_STEP_ID"}
+_AGAIN = {"torchrun": "by its --max-restarts", "slurm": "by sbatch --requeue or launch=slurm"}
+_LONGEST = 10**9
+"""Seconds, some 30 years: what the parts of torch that wait can still count."""
+
 
 def asked_for(backend: Mapping[str, Any], address: bool = True) -> Starting:
     """What a configuration asks for, whoever started this process.
 
     Args:
         backend: the section of the configuration.
-        address: machines need one where they meet.
+        address: machines need one where they meet; not said where a launcher has started this
+            process, which gives them one.
 
     Raises:
         ConfigError: a key is wrong.
     """
+    if "start_timeout" in backend:  # the launcher's, too: machines have to meet in it
+        _check_seconds("backend.start_timeout", backend["start_timeout"])
     given = {key: backend[key] for key in KEYS if key in backend}
     if given.get("rendezvous") is None and given.get("nodes", 1) != 1 and RENDEZVOUS in os.environ:
         given["rendezvous"] = os.environ[RENDEZVOUS]
     starting = to_dataclass(Starting, given, "backend")
-    starting.check(address=address)
+    starting.check(address=address and not _STARTED & os.environ.keys())
     for name in ("processes", "nodes"):
         if backend.get("name") == ALONE and getattr(starting, name) > 1:
             raise ConfigError(f"backend.{name}", "single is one process: use ddp or fsdp")
     return starting
+
+
+def _check_seconds(key: str, value: Any) -> None:
+    seconds = convert(float, value, key)
+    if not 0 < seconds < _LONGEST:
+        raise ConfigError(key, f"{value} s is no time; give more than 0, and less than {_LONGEST}")
 
 
 def wanted(backend: Mapping[str, Any]) -> Starting | None:
@@ -51,6 +65,7 @@ def wanted(backend: Mapping[str, Any]) -> Starting | None:
     starting = asked_for(backend)
     joined = joining.found() if backend.get("name") != ALONE else joining.started_by_us()
     if joined is None:
+        starting.check()
         return starting if starting.several else None
     if starting.processes not in (1, joined.local_world_size):
         raise ConfigError(
@@ -58,7 +73,32 @@ def wanted(backend: Mapping[str, Any]) -> Starting | None:
             f"is {starting.processes}, and {joined.by} started {joined.local_world_size} on this "
             f"machine: let it start as many, or leave the key out",
         )
+    if joined.by != joining.PHASELOOP:
+        _check_others(backend, starting, joined.by, joining.machines(joined))
     return None
+
+
+def _check_others(
+    backend: Mapping[str, Any], starting: Starting, launcher: str, machines: int | None
+) -> None:
+    """Raises ConfigError for what another launcher would have to do, and does not hear of."""
+    if starting.restarts:
+        raise ConfigError(
+            "backend.restarts",
+            f"{launcher} started this process, and has to start it again, {_AGAIN[launcher]}: "
+            f"leave the key out",
+        )
+    if backend.get("rendezvous") is not None:
+        raise ConfigError(
+            "backend.rendezvous",
+            f"{launcher} started this process, and has said where all meet: leave the key out",
+        )
+    if starting.nodes != 1 and machines not in (None, starting.nodes):
+        raise ConfigError(
+            "backend.nodes",
+            f"is {starting.nodes}, and {launcher} started processes on {machines}: let it start "
+            f"them on as many, or leave the key out",
+        )
 
 
 def resolved(backend: Mapping[str, Any]) -> dict[str, Any]:

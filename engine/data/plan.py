@@ -91,6 +91,15 @@ class BatchPlan:
             windows = full + (rest > 0 and not self.drop_last)
         return windows if self.at_most is None else min(windows, self.at_most)
 
+    @property
+    def smallest(self) -> int:
+        """Samples of the smallest batch; 1 where nobody knows."""
+        if self.drop_last or not self.windows:
+            return self.batch_size
+        if self.samples is None:
+            return 1
+        return self.window(int(self.windows) - 1).samples
+
     def window(self, index: int) -> Window:
         """The micro-batches of this process in batch ``index``, counted from 0."""
         start = index * self.batch_size

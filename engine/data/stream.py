@@ -26,6 +26,7 @@ from phaseloop.engine.data.stream_reader import Orders, Windows
 from phaseloop.engine.data.stream_readers import Read, Readers
 from phaseloop.engine.data.stream_state import Standing
 from phaseloop.engine.errors import ConfigError, DataError
+from phaseloop.engine.log_file import ALIKE
 
 log = logging.getLogger("phaseloop")
 
@@ -162,6 +163,7 @@ class StreamLoader(Giving):
                 self.key,
                 type(self._data.first).__name__,
                 start.reads_again,
+                extra=ALIKE,
             )
         self._standings = [] if start is None else [start]
         self._ahead, self._next, self._begun = None, None, (number, first)

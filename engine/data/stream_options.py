@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phaseloop.engine.data.options import check_limit
 from phaseloop.engine.errors import ConfigError, DataError
+from phaseloop.engine.log_file import ALIKE
 
 if TYPE_CHECKING:
     from phaseloop.engine.data.source import Data
@@ -47,6 +48,7 @@ def check_stream(data: Data, key: str, train: bool) -> None:
             "resumed run begins it anew, and reads other samples",
             key,
             type(data.first).__name__,
+            extra=ALIKE,
         )
     if samples is not None:
         if samples == 0:

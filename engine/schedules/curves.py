@@ -23,6 +23,7 @@ from fvcore.common.param_scheduler import (
 )
 
 from phaseloop.engine.errors import ConfigError, RegistryError
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.registry import register_schedule, schedules
 from phaseloop.engine.schedules.joined import Joined
 from phaseloop.engine.schedules.stretch import Stretch, Unit, check_unit, shares
@@ -155,6 +156,7 @@ def _reached(milestones: list[float], unit: Unit, stretch: Stretch, told: set[in
             "the training ends before these milestones of its schedule: %s %s",
             ", ".join(f"{m:g}" for m in milestones[len(kept) :]),
             unit,
+            extra=ALIKE,
         )
     return kept
 

@@ -20,6 +20,7 @@ from phaseloop.engine.errors import (
     nearest,
 )
 from phaseloop.engine.facts import fact_of
+from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.schedules.batch_scale import ScaleWithBatch
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Mover:
             raise MetricError(f"{self.schedule.key}.metric: {text}")
         if not self._warned:
             self._warned = True
-            log.warning("%s.metric: %s", self.schedule.key, text)
+            log.warning("%s.metric: %s", self.schedule.key, text, extra=ALIKE)
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from phaseloop import Data, DataError, Phases, Run, Task, TensorData
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.meter_sync import MeterSync
 from phaseloop.hooks.metrics_file import MetricsFile
-from tests.rigs import r1
+from tests.rigs import r1, ranks
 from tests.rigs.probes import Break, BreakAt, DrawData, IndexData, ModeProbe, watch
 from tests.rigs.r0 import numbers, r0, train, weight
 
@@ -171,7 +171,8 @@ def trace(
 ) -> Any:
     """Ids and loss of every update, and the final parameters and buffers."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)]
+    norm = kind.get("norm", nn.BatchNorm1d)(8)
+    layers = [nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)]
     if kind.get("sampling"):
         layers.insert(2, DrawsInEval())
     model = nn.Sequential(*layers)
@@ -204,6 +205,16 @@ def test_data_d_testing_changes_nothing_of_the_training(workers: int, sampling: 
     # After updates 3, 6, 9, 10, 12, 15, 18, 20; two batches each.
     assert tests == 16
     assert often == never
+
+
+def _never_and_often() -> list[Any]:
+    return [trace(False, None, norm=nn.LayerNorm), trace(True, 3, norm=nn.LayerNorm)]
+
+
+def test_data_d_of_three_processes_where_the_order_of_a_sum_shows() -> None:
+    for (never, no_tests), (often, tests) in ranks.results(_never_and_often, processes=3):
+        assert (no_tests, tests) == (0, 16)  # as above
+        assert often == never
 
 
 # --- DATA-e ---

@@ -1,4 +1,4 @@
-"""RES on two processes: killed, resumed, equal to the bit; every rank has its own random states."""
+"""RES on several processes: killed, resumed, equal to the bit; each rank has its random states."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.rigs import equal, process, r1, ranks
 from tests.rigs.equal import probe_of
@@ -74,3 +75,16 @@ def test_res_a_resumed_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
         assert all(one.code for one in ended), [one.output for one in ended]
     finish(folder)
     equal.assert_eq(reference(), folder)
+
+
+def test_res_a_of_three_processes_where_the_order_of_a_sum_shows(tmp_path: Path) -> None:
+    layers = [nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)]
+    options = {
+        "model": nn.Sequential(*layers), "optimizer_name": "sgd", "processes": 3,
+        "epochs": 2, "save": {"every_updates": 3},
+    }  # fmt: skip
+    finish(tmp_path / "reference", **options)
+    ended = go(tmp_path / "run", At("on_step", 4), **{**OPTIONS, **options})
+    assert all(one.code for one in ended), [one.output for one in ended]
+    finish(tmp_path / "run", **options)
+    equal.assert_eq(tmp_path / "reference", tmp_path / "run")

@@ -334,3 +334,38 @@ def test_an_end_asked_for_and_not_yet_told_is_in_the_checkpoint(tmp_path: Path) 
     ranks.results(ends_early, folder, False)
     equal.assert_eq(reference, folder)
     assert equal.state_of(equal.newest(folder))["progress"]["updates"] == 5 + r1.UPDATES
+
+
+class LastAsks(OnRank1):
+    """Of one process, that one; of two, the second."""
+
+    def on_step(self, task: Task) -> None:
+        if task.backend.rank == task.backend.world_size - 1 and task.progress.updates == 4:
+            task.request_stop("asked for")
+
+
+def stops(folder: Path, kill: bool = False) -> Any:
+    """A stop is asked for after update 4, which is saved; two processes stop after 5."""
+    hooks: dict[str, Hook] = {"asks": LastAsks("on_step", "request_stop", 4)}
+    if kill:
+        hooks["at"] = At("on_step", 4)
+    return r1.train(
+        folder, equal.probe_of(folder) if pairs.rank() == 0 else None, hooks=hooks, epochs=1,
+        save={"every_updates": 2}, backend=Ddp("cpu", timeout=20, start_timeout=20),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_asked_for_and_killed_before_the_border(tmp_path: Path, processes: int) -> None:
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    for one in ranks.results(stops, reference, processes=processes):
+        assert (one["status"], one["reason"]) == ("stopped", "asked for")
+    ended = ranks.run(stops, folder, kill=True, processes=processes)
+    assert [one.code for one in ended] == [-signal.SIGKILL] * processes
+    for one in ranks.results(stops, folder, processes=processes):
+        assert (one["status"], one["reason"]) == ("stopped", "asked for")
+    equal.assert_eq(reference, folder)
+    assert equal.state_of(equal.newest(folder))["progress"]["updates"] == 3 + processes
+    # It has stopped for that: whoever starts it again has it go on.
+    for one in ranks.results(stops, folder, processes=processes):
+        assert one["status"] == "finished"

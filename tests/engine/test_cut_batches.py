@@ -101,6 +101,25 @@ def test_synchronised_batch_norms_see_all_processes_but_one_micro_batch(
     assert len(warnings(caplog, Norm(nn.SyncBatchNorm(3)), processes=2, data=FOUR)) == 1
 
 
+@pytest.mark.parametrize(
+    ("processes", "data", "said"),
+    [  # 20 samples in batches of 8: the last has 4
+        (4, {}, False),
+        (5, {}, True),
+        (5, {"drop_last": True}, False),
+        (9, {"drop_last": True}, True),
+        (5, {"micro_batch_size": 1}, True),
+    ],
+)
+def test_a_stand_in_counts_in_synchronised_statistics(
+    caplog: pytest.LogCaptureFixture, processes: int, data: dict[str, Any], said: bool
+) -> None:
+    found = warnings(caplog, Norm(nn.SyncBatchNorm(3)), processes=processes, data=data)
+    assert len(found) == said
+    if found and not data.get("micro_batch_size"):
+        assert "statistics of 1 batch norm (1) have a sample several times where" in found[0]
+
+
 def test_one_line_for_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
     transform = {"batch_transform": lambda batch: batch, **FOUR}
     (said,) = warnings(caplog, Norm(more=True), data=transform, train_step=across)

@@ -268,3 +268,14 @@ def count_left(folder: Path) -> list[object]:
 def test_a_launch_leaves_nothing_behind(tmp_path: Path) -> None:
     """A multirun launches one after another."""
     assert process.result(count_left, tmp_path) == [True, True]
+
+
+def seconds_to_meet(patience: float, folder: Path) -> float:
+    """In a new process: how long the machines have, as torch takes it."""
+    agent = launch._Agent.made(["true"], Starting(), str(folder), patience, forwarding.Forwarding())
+    seconds: float = agent._rdzv_handler._settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
+    return seconds
+
+
+def test_less_than_a_second_to_meet_is_a_second(tmp_path: Path) -> None:
+    assert process.result(seconds_to_meet, 0.5, tmp_path) == 1.0

@@ -30,11 +30,12 @@ class OneOf(Single):
 
 def task_of(rank: int, sent: list[bytes]) -> Task:
     """Its generators, meters, rows and carry are those of no other."""
-    task = r1.make_task(None)
+    task = r1.make_task(None, test=True)
     task.build()
     task.backend = OneOf(rank, sent)
     task.agreement = object()  # type: ignore[assignment]  # there are others
     task.seed_all()
+    task.progress.epoch_open = True
     task.meters = task.meter_sets["train"]
     task.meters.loss.add(torch.tensor(float(rank)), 2)
     task.record("rank", rank)
@@ -113,3 +114,20 @@ def test_before_a_test_is_where_its_draws_are_forgotten_to(gathered: Any) -> Non
     assert torch.equal(
         rank_state.gathered(task)["rng"][0]["host"]["torch"], before["host"]["torch"]
     )
+
+
+def test_only_the_epoch_at_hand_has_meters_that_others_send(gathered: Any) -> None:
+    """A test's may be as large as all its samples, and it is run again from its start."""
+    state, own, _ = gathered
+    assert own[1]["meters"].keys() > {"train"} and state["meters"].keys() > {"train"}
+    assert rank_state.of_rank(state, 1)["meters"].keys() == {"train"}
+    sent = [b""] * 2
+    for rank in (1, 0):
+        task = task_of(rank, sent)
+        task.progress.epoch_open = False
+        state = rank_state.gathered(task)
+    assert rank_state.of_rank(state, 1)["meters"] == {}
+    task = task_of(1, [b""] * 2)
+    rank_state.take(task, state)
+    # Left as it is: an epoch begins with meters that were reset.
+    assert task.meters.loss.state_dict()["total"] == 2

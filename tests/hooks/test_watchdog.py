@@ -330,3 +330,20 @@ def test_abort_leaves_a_run_alone_that_goes_on_after_all(monkeypatch: pytest.Mon
 def test_numbers_out_of_range(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"hooks.watchdog.{option}"):
         Watchdog(**{option: value})
+
+
+def test_with_several_processes_it_speaks_before_they_give_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog._Watch, "start", lambda self: None)
+    task = r1.make_task(None)
+    for options, processes, seconds in (
+        ({}, 1, 180.0),
+        ({}, 2, 30.0),  # three fifths of 50
+        ({"seconds": 70.0}, 2, 70.0),
+    ):
+        monkeypatch.setattr(task.backend, "world_size", processes)
+        monkeypatch.setattr(type(task.backend), "timeout", 50.0)
+        dog = Watchdog(**options)
+        dog.on_start(task)
+        assert dog.limit(0.1) == seconds

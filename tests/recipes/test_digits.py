@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from phaseloop.recipes.digits import Digits, DigitsCNN
 from phaseloop.tools.run import run
+from tests.rigs import ranks
 
 IMAGES = 1797  # of the UCI set that scikit-learn ships
 
@@ -23,6 +25,22 @@ def test_at_least_98_percent(tmp_path, monkeypatch, seed):
     assert status["status"] == "finished"
     # The last test, not the best: nothing was chosen by looking at the test set.
     assert status["final"]["test/accuracy"] >= 0.98
+
+
+def test_two_processes_learn_as_much_and_test_as_many(tmp_path):
+    ended = ranks.run(in_folder, str(tmp_path))
+    assert [one.code for one in ended] == [0, 0], [one.output for one in ended]
+    final = json.loads((tmp_path / "runs/digits/status.json").read_text())["final"]
+    assert final["test/accuracy"] >= 0.98
+    # Every image counted once: the share of 359 is a whole number of them.
+    hits = final["test/accuracy"] * len(Digits("test"))
+    assert abs(hits - round(hits)) < 1e-9
+
+
+def in_folder(folder: str) -> None:
+    """What each of several processes does."""
+    os.chdir(folder)
+    raise SystemExit(run(["config=digits", "hooks.tensorboard=null"]))
 
 
 def test_the_split_is_whole_and_stratified():

@@ -40,7 +40,7 @@ class StaysJoined(Ddp):
             StaysJoined._joined = self._host
         self._host = StaysJoined._joined
 
-    def settle(self) -> None:
+    def patient(self, on: bool) -> None:
         """The time that a collective may take stays as it is."""
 
     def teardown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +118,29 @@ open("seen", "w").write(" ".join(os.environ.get(name, "-") for name in names))
 def test_a_job_fails_with_its_command_line(as_a_job: None, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with exit code 3"):
         job("raise SystemExit(3)", tmp_path)()
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "waits"),
+    [("1", 143, True), ("1", 1, False), ("1", 0, False), ("0", 143, False)],
+)
+def test_a_task_waits_while_the_first_one_queues_the_job_again(
+    as_a_job: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    code: int,
+    waits: bool,
+) -> None:
+    """srun --kill-on-bad-exit ends the first one when another one fails."""
+    monkeypatch.setenv("SLURM_PROCID", task)
+    slept: list[float] = []
+    monkeypatch.setattr(submitting, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(submitting, "_LOOK", 0.0)
+    made = job(f"raise SystemExit({code})", tmp_path, nodes=2)
+    with contextlib.suppress(RuntimeError):
+        made()
+    assert max(slept, default=0.0) == (submitting._TO_BE_ENDED if waits else 0.0)
 
 
 STOPPING = """

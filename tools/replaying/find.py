@@ -20,6 +20,7 @@ from phaseloop.engine.config.components import Components
 from phaseloop.engine.errors import CheckpointError, ConfigError, DamagedError
 from phaseloop.engine.run_folder import RESOLVED, RunFolder
 from phaseloop.engine.urls import Place, Url, place, same
+from phaseloop.tools import one_process
 
 _NAMED = re.compile(r"\bupdate (\d+)\b")
 
@@ -199,6 +200,11 @@ def checked(config: Mapping[str, Any], changed: Mapping[str, Any]) -> schemas.Sc
             f"this would be another training, and no replay: {'; '.join(changes)}. What may "
             f"change: {keys}, and hooks that only watch",
         )
+    # What the run itself had is its business: it may have had many processes.
+    new = {key: v for key, v in now["backend"].items() if before["backend"].get(key) != v}
+    one_process.check_backend(new, "a replay")
+    if now["launch"] != before["launch"]:
+        one_process.check_launch(schema.launch, "a replay")
     for key in ("plan", "only"):
         if getattr(schema, key):
             raise ConfigError(key, "is for tools/run.py")
