@@ -67,7 +67,7 @@ class TruncatedBackpropagation:
                 task.carry = state
 
     def _check_lengths(self, task: Task, steps: int) -> None:
-        """Raises DataError where processes would make other numbers of steps that they make together."""
+        """Raises DataError where processes would not make as many steps as each other."""
         assert task.agreement is not None
         if not task.agreement.same(steps):
             found = task.backend.all_gather_object(steps)
