@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phaseloop.engine.errors import ConfigError, DataError
+from phaseloop.engine.proof import meet_in_forward
 from phaseloop.engine.registry import register_train_step
 from phaseloop.engine.task import Task
 from phaseloop.engine.trees import map_tensors
@@ -52,7 +53,7 @@ class TruncatedBackpropagation:
         for batch in task.window():
             state = task.carry if self.stateful else None
             pieces = [*self._pieces(batch.input, batch.target)]
-            if task.train and task.agreement is not None:
+            if task.agreement is not None and (task.train or meet_in_forward(task)):
                 self._check_lengths(task, sum(input.shape[self.time_dim] for input, _ in pieces))
             for input, target in pieces:
                 output, state = task.forward(input, state)
@@ -66,7 +67,7 @@ class TruncatedBackpropagation:
                 task.carry = state
 
     def _check_lengths(self, task: Task, steps: int) -> None:
-        """Raises DataError where processes would make different numbers of optimizer steps."""
+        """Raises DataError where processes would not make as many steps as each other."""
         assert task.agreement is not None
         if not task.agreement.same(steps):
             found = task.backend.all_gather_object(steps)

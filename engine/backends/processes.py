@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +19,9 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 from phaseloop.engine.backends import joining
 from phaseloop.engine.backends.devices import OnDevice, choose
 from phaseloop.engine.backends.joining import Joining
+from phaseloop.engine.backends.messages import by_type, in_messages, once, spread
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
-
-MESSAGE = 25 * 2**20
-"""Bytes; what is sent together is copied together, so this is what it takes beside the model."""
 
 
 class Processes(OnDevice):
@@ -181,7 +178,7 @@ class Processes(OnDevice):
         found: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
-                found.setdefault(tensor.device, []).append(_once(tensor))
+                found.setdefault(tensor.device, []).append(once(tensor))
         for on_device in found.values():
             for pieces in in_messages(on_device):
                 self._send(pieces)
@@ -264,53 +261,6 @@ class _Gathered(torch.autograd.Function):
         rows, rank = ctx.rows, ctx.processes.rank
         total = ctx.processes.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format))
         return total.narrow(0, sum(rows[:rank]), rows[rank]), None, None
-
-
-def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return found
-
-
-def in_messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors, or views of their parts, in lists of ``MESSAGE`` bytes at most."""
-    pieces: list[Tensor] = []
-    size = 0
-    for piece in itertools.chain.from_iterable(map(_pieces, tensors)):
-        if pieces and size + piece.nbytes > MESSAGE:
-            yield pieces
-            pieces, size = [], 0
-        pieces.append(piece)
-        size += piece.nbytes
-    if size:
-        yield pieces
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Along the first dimensions, which is a view in any memory layout."""
-    if tensor.nbytes <= MESSAGE or not tensor.dim():
-        yield tensor
-    elif len(tensor) == 1:
-        yield from _pieces(tensor[0])
-    else:
-        for part in torch.split(tensor, max(1, MESSAGE * len(tensor) // tensor.nbytes)):
-            yield from _pieces(part)
-
-
-def spread(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Write the pieces of ``flat`` into the tensors that it was made of."""
-    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.copy_(piece.view_as(tensor))
-
-
-def _once(tensor: Tensor) -> Tensor:
-    """A tensor that was expanded, without its repetitions: nothing can be written into those."""
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and not stride:
-            tensor = tensor.narrow(axis, 0, 1)
-    return tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phaseloop import Data, Hook, Phases, Task, TensorData, register_train_step
+from phaseloop.engine.backends import Backend
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.train_steps import Alternating, TruncatedBackpropagation
@@ -39,7 +40,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def make(model: nn.Module, *, backend: Mapping[str, Any] | None = None, **options: Any) -> Task:
+def make(
+    model: nn.Module, *, backend: Mapping[str, Any] | Backend | None = None, **options: Any
+) -> Task:
     """Two epochs in float64 on this process, or on all that there are."""
     data = {"batch_size": 5, **options.pop("data", {})}
     settings: dict[str, Any] = {
@@ -48,7 +51,7 @@ def make(model: nn.Module, *, backend: Mapping[str, Any] | None = None, **option
         "train": Data(TensorData(*options.pop("samples", samples())), **data),
         "phases": Phases(epochs=2),
         "precision": "float64",
-        "backend": pairs.ddp(**(backend or {})),
+        "backend": backend if isinstance(backend, Backend) else pairs.ddp(**(backend or {})),
     }
     return Task(model=model, **{**settings, **options})
 
@@ -355,18 +358,29 @@ def test_two_processes_make_the_updates_of_one(name: str) -> None:
         torch.testing.assert_close(first[key], value, rtol=0, atol=1e-10)
 
 
-def tbptt_of_other_lengths() -> Any:
-    """The sequences of the second process are shorter, as a collate function may pad them."""
-    x = torch.zeros(8, 6 - pairs.rank(), 4, dtype=torch.float64)
+def tbptt_of_other_lengths(short: str) -> Any:
+    """The sequences of the second process are shorter, as a collate function may pad them.
+
+    Args:
+        short: in the training, or in a test, where processes go through the model together.
+    """
+    backend = pairs.ddp()
+    backend.collective_forward = short == "test"  # type: ignore[misc]
+    train, test = (
+        torch.zeros(8, 6 - (pairs.rank() if short == name else 0), 4, dtype=torch.float64)
+        for name in ("train", "test")
+    )
     return state(
         make(
-            seeded(Recurrent), samples=(x, x[..., :2]), criterion=mean_square,
-            train_step=TruncatedBackpropagation(5), data={"batch_size": 4},
+            seeded(Recurrent), samples=(train, train[..., :2]), criterion=mean_square,
+            test=Data(TensorData(test, test[..., :2]), 4), train_step=TruncatedBackpropagation(5),
+            data={"batch_size": 4}, backend=backend,
         )
     )  # fmt: skip
 
 
-def test_sequences_that_differ_in_length_between_processes() -> None:
-    ((first, second),) = pairs.results([(tbptt_of_other_lengths, {})])
+@pytest.mark.parametrize("short", ["train", "test"])
+def test_sequences_that_differ_in_length_between_processes(short: str) -> None:
+    ((first, second),) = pairs.results([(tbptt_of_other_lengths, {"short": short})])
     assert first == second
     assert "the processes' parts of a batch differ in time steps, [6, 5] by rank" in first

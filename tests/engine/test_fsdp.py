@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phaseloop.engine.backends import Fsdp, processes
+from phaseloop.engine.backends import Fsdp, messages
 from phaseloop.engine.shards import is_shard, whole
 from phaseloop.hooks.average import Average
 from tests.rigs import equal, process, r1, ranks, sharded
@@ -101,7 +101,7 @@ def begun() -> dict[str, Any]:
         sent.append((tensor.nbytes, left))
         return broadcast(tensor, **options)
 
-    processes.MESSAGE = LIMIT
+    messages.MESSAGE = LIMIT
     dist.broadcast = note
     moved: list[list[str]] = []
 
