@@ -184,7 +184,7 @@ class Job:
     def _variables(self) -> dict[str, str]:
         from submitit import JobEnvironment
 
-        from phaseloop.engine.backends.launch import PARENT
+        from phaseloop.engine.backends.surroundings import PARENT
 
         job = JobEnvironment()
         variables = {key: value for key, value in os.environ.items() if key not in _OF_A_TASK}

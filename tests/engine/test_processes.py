@@ -261,3 +261,6 @@ def test_who_failed_writes_a_report_and_nobody_else(tmp_path: Path) -> None:
     said = json.loads(report.read_text())
     assert (said["rank"], said["error"], said["updates"]) == (1, "ToldError", 3)
     assert report.with_name("weights.pt").exists()
+    # The primary knows only that it has lost another; what of, the launcher says.
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("failed", "another process has failed")
