@@ -30,6 +30,9 @@ LOG = "log.txt"
 METRICS = "metrics.jsonl"
 LOCK = ".lock"
 RANKS = "ranks"
+COMMAND = "PHASELOOP_COMMAND"
+"""A word of its own for each command that starts processes: it is in the status of its run."""
+
 ONLY_FILE = {"only_file": True}
 
 
@@ -215,7 +218,8 @@ class RunFolder:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace ``status.json`` at once, so that no reader sees half of it."""
-        text = json.dumps({**status, "time": round(time.time(), 3)}, indent=1)
+        by = {"command": os.environ[COMMAND]} if COMMAND in os.environ else {}
+        text = json.dumps({**status, **by, "time": round(time.time(), 3)}, indent=1)
         replace_text(self.path / STATUS, text + "\n")
 
     def write_config(self, config: Mapping[str, Any]) -> None:

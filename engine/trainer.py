@@ -16,7 +16,13 @@ from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
 from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
-from phaseloop.engine.errors import CheckpointError, ConfigError, InUseError, PhaseloopError
+from phaseloop.engine.errors import (
+    CheckpointError,
+    ConfigError,
+    InUseError,
+    PeerError,
+    PhaseloopError,
+)
 from phaseloop.engine.events import Dispatcher, Hook
 from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.lost_place import check_folder, check_place, lost_place
@@ -49,6 +55,7 @@ class Outcome:
     best: Mapping[str, float] = field(default_factory=dict)
 
 
+_ELSEWHERE = "another process has failed"
 _SAID_BY_THE_CALLER = (ConfigError, InUseError, CheckpointError)
 
 
@@ -198,22 +205,25 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Tell the hooks; an error of theirs hides neither the first nor the others' calls."""
         task = self.task
-        outcome = self._outcome("failed", _describe(error))
+        lost = task.backend.world_size > 1 and outcomes.is_lost(error)
+        # What another process has said itself of its error is in a PeerError.
+        told = _ELSEWHERE if lost and not isinstance(error, PeerError) else _describe(error)
+        outcome = self._outcome("failed", told)
         task.backend.failed()
         hint = _hint(error)
         # Whoever called says these in a sentence; twice would be once too often. What only follows
         # from another process's error is said there.
-        said = isinstance(error, _SAID_BY_THE_CALLER) or outcomes.is_lost(error)
+        said = lost or isinstance(error, _SAID_BY_THE_CALLER)
         extra = ONLY_FILE if said else None
         shown = f" ({hint})" if hint else ""
-        log.error("%s%s", outcome.reason, shown, extra=extra, exc_info=error)
+        log.error("%s%s", _describe(error), shown, extra=extra, exc_info=error)
         if self._begun:  # else nothing of the run in the folder has changed: what it says stands
             later = self.hooks.call_isolated("on_exception", task, error)
             later += self.hooks.call_isolated("on_end", task, outcome)
             later += self._try_to_write_status(outcome)
-            lost = lost_place(task) is not None
+            homeless = lost_place(task) is not None
             for other in later:
-                if lost and isinstance(other, OSError | CheckpointError):
+                if homeless and isinstance(other, OSError | CheckpointError):
                     continue  # it follows from that, which is said
                 log.error("also, while ending: %s", _describe(other))
 

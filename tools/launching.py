@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from phaseloop.engine.config.schema import Schema
+from phaseloop.engine.run_folder import COMMAND, RunFolder
 from phaseloop.engine.starting import Starting
 
 PATH = "PHASELOOP_PATH"
@@ -20,10 +22,6 @@ JOB = "PHASELOOP_JOB"
 
 FOLDER = "PHASELOOP_FOLDER"
 """The run's folder, where its name has the time in it: one for all processes and restarts."""
-
-SINCE = "PHASELOOP_SINCE"
-"""When the first process was started, in seconds since 1970: what is younger in the run's folder
-is this command's own, which a restart goes on with, whatever ``run.resume`` says."""
 
 
 def start(words: Sequence[str], job_folder: str, schema: Schema, starting: Starting) -> int:
@@ -39,12 +37,26 @@ def start(words: Sequence[str], job_folder: str, schema: Schema, starting: Start
 
     assert schema.run.dir is not None
     patience = schema.backend.get("start_timeout", 1800.0)
+    folder = schema.run.dir
     return launch.launch(
         command(words),
         starting,
-        {**environment(job_folder), FOLDER: schema.run.dir},
+        {**environment(job_folder), FOLDER: folder},
         patience=float(patience),
+        alike=COMMAND,
+        tell=lambda cause: tell_in(RunFolder(Path(folder)), cause),
     )
+
+
+def tell_in(folder: RunFolder, cause: str) -> None:
+    """Say in the run's status what it failed of: the primary knows only that others were lost.
+
+    The processes are gone. A run that another command has begun in the folder since is left alone.
+    """
+    status = folder.status()
+    if status.get("status") == "failed" and status.get("command") == os.environ[COMMAND]:
+        with contextlib.suppress(OSError):  # the disk may be what failed; the console has it
+            folder.write_status({**status, "reason": cause})
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -59,16 +71,16 @@ def environment(job_folder: str) -> dict[str, str]:
     return {
         PATH: "\n".join(sys.path),
         JOB: job_folder,
-        SINCE: os.environ.get(SINCE) or str(time.time()),
+        COMMAND: os.environ.get(COMMAND) or secrets.token_hex(8),
     }
 
 
 def started_again(folder: Path) -> bool:
-    """This process was started again, and has to go on with what is in the run's folder."""
-    since = os.environ.get(SINCE)
-    if since is None:
+    """This process was started again, and has to go on with what is in the run's folder.
+
+    So it is where the folder's status has the command's own word, whatever ``run.resume`` says.
+    """
+    command = os.environ.get(COMMAND)
+    if command is None:
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        return (folder / "resolved.yaml").stat().st_mtime >= float(since)
-    except OSError:
-        return False
+    return RunFolder(folder).status().get("command") == command

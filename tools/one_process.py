@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from phaseloop.engine.config import places
-from phaseloop.engine.config.processes import asked_for
+from phaseloop.engine.config.processes import asked_for, started
 from phaseloop.engine.config.schema import Schema
 from phaseloop.engine.errors import ConfigError
 
 
-def check_launcher(tool: str) -> None:
+def check_launcher(tool: str, key: str = "backend") -> None:
     """Raises ConfigError where a launcher has started this process as one of several."""
+    if not started():
+        return
     from phaseloop.engine.backends import joining  # with it torch: not before the keys are right
 
     joined = joining.found()
     if joined is not None and joined.world_size > 1:
         raise ConfigError(
-            "backend",
+            key,
             f"{tool} works in one process, and {joined.by} started {joined.world_size}: start it "
             f"without {joined.by}",
         )

@@ -23,7 +23,10 @@ def show_plan(built: Built) -> None:
     task = built.task
     task.build()
     model = summarize_task(task).lines()
-    for line in (*_phase_lines(task), "", *_hook_lines(built), "", *model, *_group_lines(task)):
+    lines = [*_phase_lines(task), "", *_hook_lines(built), "", *model, *_group_lines(task)]
+    if not task.primary:
+        return
+    for line in lines:
         print(line)
     for line in _schedule_lines(task):
         print(line)

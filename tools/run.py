@@ -18,7 +18,7 @@ from phaseloop.engine.config import compose as composing
 from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
-from phaseloop.tools import launching, submitting
+from phaseloop.tools import launching, one_process, submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -100,6 +100,7 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
         schema.run.checkpoints = f"{schema.run.checkpoints.rstrip('/')}/{job_folder}"
     job = places.job(schema.launch)
     if job is not None and not schema.plan and submitting.SUBMITTED not in os.environ:
+        one_process.check_launcher("submitting a job", "launch")
         return submitting.submit(overrides, job_folder, schema, job)
     # What follows imports torch: only once the keys are right.
     started = None if schema.plan else processes.wanted(schema.backend)

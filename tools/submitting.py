@@ -138,7 +138,9 @@ class Job:
             RuntimeError: it did not end with 0, and so the job has not.
         """
         previous = signal.signal(signal.SIGTERM, self._pass_on)
-        with subprocess.Popen(self.command, cwd=self.folder, env=self._variables()) as process:
+        with subprocess.Popen(
+            self.command, cwd=self.folder, env=self._variables(), preexec_fn=_ignore_usr2
+        ) as process:
             self._pid = process.pid
             self._code = code = _wait(process.pid)
         signal.signal(signal.SIGTERM, previous)
@@ -184,7 +186,7 @@ class Job:
     def _variables(self) -> dict[str, str]:
         from submitit import JobEnvironment
 
-        from phaseloop.engine.backends.launch import PARENT
+        from phaseloop.engine.backends.surroundings import PARENT
 
         job = JobEnvironment()
         variables = {key: value for key, value in os.environ.items() if key not in _OF_A_TASK}
@@ -197,6 +199,11 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pid": 0, "_code": None}
+
+
+def _ignore_usr2() -> None:
+    """Where Slurm tells all processes of the job, too: it is for the job, which passes it on."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _wait(pid: int) -> int:

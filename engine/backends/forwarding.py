@@ -64,11 +64,13 @@ class Forwarding:
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
         """While processes are started, signals wait."""
-        self._held_back = []
-        yield
-        waiting, self._held_back = self._held_back, None
-        for number in waiting:
-            self._send(number)
+        waiting = self._held_back = []
+        try:
+            yield
+        finally:
+            self._held_back = None
+            for number in waiting:
+                self._send(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

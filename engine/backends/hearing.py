@@ -1,4 +1,4 @@
-"""Hearing: what launchers on several machines tell one another when processes have failed."""
+"""Hearing: what launchers on several machines tell one another, above all of failures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from phaseloop.engine.outcomes import Outcome
 
 _CAUSE, _HEARD = "phaseloop/cause", "phaseloop/heard"
+_SAID = "phaseloop/said"
 _TO_HEAR = 10.0  # seconds in which a machine hears the cause from that on which it was
 _LOOK = 0.1  # seconds between two looks
 
@@ -29,6 +30,11 @@ def is_known(group: WorkerGroup) -> bool:
         return bool(group.store.check([_CAUSE]))
     except RuntimeError:
         return False  # the machine that held the store is gone; the agent will say so
+
+
+def first_said(store: Store, value: str) -> str:
+    """The value of the machine that said its own first, since the processes were last started."""
+    return str(store.compare_set(_SAID, "", value).decode())
 
 
 def shared(store: Store, count: int, cause: Outcome, text: str) -> tuple[Outcome, str]:

@@ -7,7 +7,6 @@ them is here: signals are handed on, one failure ends all, and its cause is said
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -16,23 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from phaseloop.engine import outcomes
 from phaseloop.engine.backends import hearing
 from phaseloop.engine.backends.forwarding import Forwarding, Stopped
-from phaseloop.engine.backends.joining import PHASELOOP, STARTED_BY
+from phaseloop.engine.backends.joining import PHASELOOP
+from phaseloop.engine.backends.surroundings import environ, quiet, variables
 from phaseloop.engine.outcomes import Outcome
 from phaseloop.engine.starting import Starting
-
-PARENT = "PHASELOOP_PARENT"
-"""Process id of the launcher, with which its processes end."""
 
 _ERROR = 1
 _SIGNALLED = 128
@@ -46,6 +47,8 @@ def launch(
     starting: Starting,
     environment: Mapping[str, str] | None = None,
     patience: float = 1800.0,
+    alike: str = "",
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Start the processes, wait for them, and say how they ended.
 
@@ -54,18 +57,27 @@ def launch(
         starting: how many.
         environment: variables that they get beside this process's own.
         patience: seconds in which the machines have to meet.
+        alike: a variable of ``environment`` that shall be the same on all machines.
+        tell: is called once with what the processes failed of, in a line, when they are gone.
 
     Returns:
-        The exit code that one process would have had: 0, 1, 2, 129, 130 or 143.
+        The exit code that one process would have had: 0, 1, 2, 129, 130, 131 or 143.
     """
     forwarding = Forwarding()
-    ours = _environment(starting, environment or {})
-    with _quiet(), _environ(ours), tempfile.TemporaryDirectory(prefix="phaseloop-") as folder:
+    ours = variables(starting, environment or {})
+    with quiet(), environ(ours), tempfile.TemporaryDirectory(prefix="phaseloop-") as folder:
         try:
             with forwarding:
-                return _Agent.made(command, starting, folder, patience, forwarding).code()
+                agent = _Agent.made(command, starting, folder, patience, forwarding)
+                agent._alike = alike
+                code = agent.code()
+                if code == _ERROR and agent.told and tell is not None:
+                    tell(agent.told)
+                return code
         except Stopped as stopped:
             return _SIGNALLED + stopped.number
+        except SignalException as quitting:  # SIGQUIT, the one that torch handles
+            return _SIGNALLED + int(quitting.sigval)
         except RendezvousError as error:
             what = f"the {starting.nodes} machines cannot meet, or have lost one another"
             _say(f"{what}, at {starting.rendezvous or 'this machine'}: {_reason(error)}")
@@ -108,7 +120,10 @@ class _Agent(LocalElasticAgent):
         return agent
 
     _forwarding: Forwarding
+    _alike = ""
     _failed_with: Outcome | None = None
+    told = ""
+    """What the processes failed of, in a line, on the machine of rank 0; empty: not known."""
 
     def code(self) -> int:
         """Run the processes to their end; the exit code."""
@@ -122,6 +137,9 @@ class _Agent(LocalElasticAgent):
         return max((outcome.code for outcome in left if outcome is not None), default=0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        store = worker_group.store
+        if self._alike and store is not None and hearing.machines(worker_group) > 1:
+            os.environ[self._alike] = hearing.first_said(store, os.environ[self._alike])
         with self._forwarding.held_back():
             started: dict[int, int] = super()._start_workers(worker_group)
             self._forwarding.to(started.values())
@@ -172,11 +190,14 @@ class _Agent(LocalElasticAgent):
                 ends[n] = left  # it failed while it was asked to end
         first = min(ends, key=lambda n: _precedence(ends[n]), default=0)
         rank, cause = group.workers[first].global_rank, ends.get(first, _ELSEWHERE)
+        own = cause
         # Who was asked to end, or has said itself why it does, says nothing here.
         text = "" if cause.code > _SIGNALLED else outcomes.in_words(rank, cause)
         if group.store is not None and hearing.machines(group) > 1:
             cause, text = hearing.shared(group.store, hearing.machines(group), cause, text)
         self._failed_with = cause
+        known = text and (cause is not own or not own.lost)
+        self.told = text.splitlines()[0] if known and group.group_rank == 0 else ""
         if text:
             _say(text)
         if cause.code != _ERROR or self._forwarding.received is not None:
@@ -235,60 +256,6 @@ def _own_address(rendezvous: str | None) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()  # the rendezvous says what is wrong with the host
-
-
-def _environment(starting: Starting, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the processes."""
-    chosen = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # what is said of lost connections is said by us
-    if starting.processes > 1:  # else each takes every core
-        chosen["OMP_NUM_THREADS"] = str(max(1, _cores() // starting.processes))
-    return {
-        **{name: value for name, value in chosen.items() if name not in os.environ},
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are handed on
-        STARTED_BY: PHASELOOP,
-        PARENT: str(os.getpid()),
-        **environment,
-    }
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables in the environment of this process, which is that of those it starts."""
-    before = {name: os.environ.get(name) for name in variables}
-    quit_before = signal.getsignal(signal.SIGQUIT)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGQUIT, quit_before)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the agent's own words about what we say; LOGLEVEL=INFO shows them."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    if "LOGLEVEL" in os.environ:
-        yield
-        return
-    nothing, propagate = logging.NullHandler(), logger.propagate
-    logger.addHandler(nothing)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(nothing)
-        logger.propagate = propagate
 
 
 def _reason(error: BaseException) -> str:

@@ -6,8 +6,13 @@ default group. So the device is never read for it, and nothing waits behind a gr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +27,11 @@ from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.messages import by_type, in_messages, once, spread
 from phaseloop.engine.backends.sockets import make_room
 from phaseloop.engine.errors import ConfigError, PhaseloopError
+
+log = logging.getLogger("phaseloop")
+
+_LONG = {True: 10.0, False: 30.0}
+"""Seconds after which the primary, and another, says that it waits for others at the start."""
 
 
 class Processes(OnDevice):
@@ -69,6 +79,35 @@ class Processes(OnDevice):
             raise PhaseloopError(
                 "torch.distributed is initialized already; let the backend do it, which ends it too"
             )
+        with self._waiting():
+            self._join()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While the others are waited for; where that takes long, it is said, and for whom."""
+        timer = threading.Timer(_LONG[self.primary], self._tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell(self) -> None:
+        joined = joining.found()
+        assert joined is not None
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        text = (
+            f"rank {self.rank} waits for all {self.world_size} processes that {joined.by} started, "
+            f"at {address}:{port}, {self.start_timeout:g} s at most (backend.start_timeout); a "
+            f"process on its own is backend=single"
+        )
+        if self.primary:
+            log.warning(text)
+        else:  # has no folder yet to log in, and no console of its own
+            print(text, file=sys.stderr, flush=True)
+
+    def _join(self) -> None:
         make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)

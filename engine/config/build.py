@@ -25,7 +25,7 @@ from phaseloop.engine.config import data as sets_of
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.defaults import defaults
 from phaseloop.engine.config.optimization import check_optimizer, make_optimizer, make_schedules
-from phaseloop.engine.config.processes import resolved
+from phaseloop.engine.config.processes import ALONE, AUTO, SEVERAL, resolved
 from phaseloop.engine.config.schema import Component, Schema, StageSpec
 from phaseloop.engine.config.several import check_several, make_several, make_stage_schedules
 from phaseloop.engine.config.typed import convert, to_dataclass
@@ -63,7 +63,7 @@ def build(schema: Schema) -> Built:
     components = Components(schema.imports, schema.allow_targets)
     _check(schema, components)
     hooks = make_hooks(schema, components)
-    backend = components.make(resolved(schema.backend), registry.backends, "backend")
+    backend = components.make(_backend_spec(schema, components), registry.backends, "backend")
     _seed(schema.seed)
     sets = {key: sets_of.make(spec, components, key) for key, spec in schema.data.by_key.items()}
     train = sets.pop("data.train", None)
@@ -122,7 +122,7 @@ def _check(schema: Schema, components: Components) -> None:
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
-    components.check(resolved(schema.backend), registry.backends, "backend")
+    components.check(_backend_spec(schema, components), registry.backends, "backend")
     _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
@@ -267,6 +267,19 @@ def _train_step(
             f"{key}.{options[0]}", f"{target.__name__} is a function and takes no options"
         )
     return target  # type: ignore[no-any-return]
+
+
+def _backend_spec(schema: Schema, components: Components) -> Component:
+    """What ``backend`` means here; with ``auto`` one file does for one process and for many.
+
+    Alone, what says how several work together is checked, and not used.
+    """
+    spec = resolved(schema.backend)
+    if schema.backend.get("name") != AUTO or spec["name"] != ALONE:
+        return spec
+    components.check({**spec, "name": SEVERAL}, registry.backends, "backend")
+    own = ["name", *components.options(spec, registry.backends, "backend")]
+    return {key: value for key, value in spec.items() if key in own}
 
 
 def _backend(made: Any) -> Backend:

@@ -41,11 +41,16 @@ def asked_for(backend: Mapping[str, Any], address: bool = True) -> Starting:
     if given.get("rendezvous") is None and given.get("nodes", 1) != 1 and RENDEZVOUS in os.environ:
         given["rendezvous"] = os.environ[RENDEZVOUS]
     starting = to_dataclass(Starting, given, "backend")
-    starting.check(address=address and not _STARTED & os.environ.keys())
+    starting.check(address=address and not started())
     for name in ("processes", "nodes"):
         if backend.get("name") == ALONE and getattr(starting, name) > 1:
             raise ConfigError(f"backend.{name}", "single is one process: use ddp or fsdp")
     return starting
+
+
+def started() -> bool:
+    """It may be that a launcher has started this process; :mod:`joining` knows for sure."""
+    return bool(_STARTED & os.environ.keys())
 
 
 def _check_seconds(key: str, value: Any) -> None:

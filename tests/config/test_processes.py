@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import phaseloop.hooks
+import phaseloop.train_steps  # noqa: F401 registers the steps
+from phaseloop.engine.backends import Single
+from phaseloop.engine.config.build import build
+from phaseloop.engine.config.compose import compose
 from phaseloop.engine.config.processes import asked_for, wanted
+from phaseloop.engine.config.schema import Schema, check
 from phaseloop.engine.errors import ConfigError
+from phaseloop.tools.run import run
+from tests.rigs import cli
 
 TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -89,3 +98,43 @@ def test_without_a_launcher_machines_need_an_address() -> None:
     with pytest.raises(ConfigError) as caught:
         wanted({"name": "ddp", "nodes": 2})
     assert caught.value.key == "backend.rendezvous"
+
+
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Schema:
+    monkeypatch.chdir(cli.folder(tmp_path))
+    return check(compose(["config=tiny", *words]).config)
+
+
+def test_alone_auto_takes_what_several_processes_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file does for one process and for many."""
+    words = ["backend.timeout=30", "backend.start_timeout=60", "backend.bucket_mb=5"]
+    built = build(tiny(tmp_path, monkeypatch, *words))
+    assert isinstance(built.task.backend, Single)
+
+
+@pytest.mark.parametrize("word", ["backend.timeot=30", "backend.timeout=soon"])
+def test_alone_auto_takes_nothing_that_several_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(tiny(tmp_path, monkeypatch, word))
+    assert caught.value.key == word.split("=")[0]
+
+
+def test_single_takes_no_such_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(tiny(tmp_path, monkeypatch, "backend=single", "backend.timeout=30"))
+    assert caught.value.key == "backend.timeout"
+
+
+def test_several_processes_submit_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cli.folder(tmp_path))
+    started(monkeypatch, TORCHRUN)
+    assert run(["config=tiny", "launch=slurm"]) == 2
+    assert "launch: submitting a job works in one process, and torchrun started 4" in (
+        capsys.readouterr().err
+    )

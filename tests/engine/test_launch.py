@@ -51,7 +51,9 @@ def launched(script: str, folder: Path, restarts: int = 0, to_leave: float = 5.0
     file = folder / "script.py"
     file.write_text(HEAD + textwrap.dedent(script))
     os.environ["PYTHONPATH"] = str(process.ROOT)
-    return launch.launch([sys.executable, str(file)], Starting(processes=2, restarts=restarts))
+    starting = Starting(processes=2, restarts=restarts)
+    with open("told", "a") as told:
+        return launch.launch([sys.executable, str(file)], starting, tell=told.write)
 
 
 def pids(folder: Path, name: str = "here") -> list[int]:
@@ -75,6 +77,7 @@ def none_left(folder: Path) -> None:
 def test_all_end_well(tmp_path: Path) -> None:
     ended = process.run(launched, "here('here')", tmp_path)
     assert (ended.code, ended.value, ended.output) == (0, 0, "")
+    assert (tmp_path / "told").read_text() == ""
     assert len(pids(tmp_path)) == 2
 
 
@@ -119,6 +122,7 @@ def test_the_cause_is_said_and_not_what_followed_from_it(tmp_path: Path) -> None
     assert traceback[0] == "Traceback (most recent call last):"
     assert traceback[-1] == "ValueError: the first of all"
     assert "peer" not in ended.output
+    assert (tmp_path / "told").read_text() == "rank 1: ValueError: the first of all"
     none_left(tmp_path)
 
 
@@ -156,6 +160,7 @@ def test_all_are_started_again_after_a_failure(tmp_path: Path) -> None:
     said = "rank 1 ended with exit code 3\nstarting all processes again"
     assert ended.value == 0
     assert ended.output == f"{said} (1 of 3)\n{said} (2 of 3)\n"
+    assert (tmp_path / "told").read_text() == ""
     assert len(pids(tmp_path)) == 6
     none_left(tmp_path)
 
@@ -229,6 +234,25 @@ def test_ctrl_c_twice_waits_for_nobody(tmp_path: Path) -> None:
     ended = running.wait(30.0)
     assert (ended.value, ended.output) == (130, "")
     none_left(tmp_path)
+
+
+def test_sigquit_ends_all_without_a_traceback(tmp_path: Path) -> None:
+    running = process.start(launched, "here('here'); time.sleep(60)", tmp_path)
+    wait_for(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.2)
+    running.send(signal.SIGQUIT)
+    ended = running.wait(30.0)
+    assert (ended.value, ended.output) == (128 + signal.SIGQUIT, "")
+    none_left(tmp_path)
+
+
+def test_an_error_while_processes_are_started_holds_no_signal_back_any_longer() -> None:
+    handing = forwarding.Forwarding()
+    with pytest.raises(OSError), handing.held_back():
+        handing._handle(signal.SIGTERM, None)  # waits
+        raise OSError("no more processes")
+    with pytest.raises(forwarding.Stopped):  # there is nobody to hand it on to
+        handing._handle(signal.SIGTERM, None)
 
 
 def test_a_process_deaf_to_everything_is_ended_with_what_it_started(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from phaseloop import Hook, PhaseloopError
 from phaseloop.engine.backends import Ddp
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.errors import ConfigError, PeerError
+from phaseloop.engine.run_folder import ConsoleHandler
 from phaseloop.engine.task import Task
 from phaseloop.hooks.crash import Crash
-from tests.rigs import r1, ranks
+from tests.rigs import process, r1, ranks
 
 
 def talk() -> dict[str, Any]:
@@ -261,3 +264,31 @@ def test_who_failed_writes_a_report_and_nobody_else(tmp_path: Path) -> None:
     said = json.loads(report.read_text())
     assert (said["rank"], said["error"], said["updates"]) == (1, "ToldError", 3)
     assert report.with_name("weights.pt").exists()
+    # The primary knows only that it has lost another; what of, the launcher says.
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("failed", "another process has failed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_in_vain(rank: int) -> None:
+    """One of two processes, of which the other is never started."""
+    from phaseloop.engine.backends import processes
+
+    started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2,
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in started.items()})
+    logging.getLogger("phaseloop").addHandler(ConsoleHandler())
+    processes._LONG = {True: 0.2, False: 0.2}
+    Ddp(start_timeout=1.5).setup()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_long_for_others_says_so(rank: int) -> None:
+    said = process.run(wait_in_vain, rank).output
+    assert f"rank {rank} waits for all 2 processes that torchrun started, at 127.0.0.1:" in said
+    assert "1.5 s at most (backend.start_timeout)" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from phaseloop import Data, Phases, Run, Schedule, Stage, Task
 from phaseloop.engine.schedules import constant, cosine, linear
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.tools import plan
+from phaseloop.tools.run import run
+from tests.rigs import cli, ranks
 from tests.rigs.probes import RecordingSGD
 from tests.rigs.r0 import numbers, r0, train
 
@@ -75,3 +78,15 @@ def test_one_length_of_all_is_drawn_whole(tmp_path: Path) -> None:
     updates, rates = plan._follow(task, task.stages.plans()).lines["optimizer", "lr", 0]
     assert updates[0] == 1 and updates[-1] == 1000 and len(updates) == plan._POINTS + 1
     assert rates == [1 - (k - 1) / 1000 for k in updates]
+
+
+def plan_tiny(folder: Path) -> int:
+    os.chdir(folder)
+    return run(["config=tiny", "plan=true", "schedule=cosine"])
+
+
+def test_of_several_processes_the_primary_prints_and_draws(tmp_path: Path) -> None:
+    first, second = ranks.run(plan_tiny, cli.folder(tmp_path))
+    assert (first.value, second.value) == (0, 0), first.output + second.output
+    assert "training " in first.output
+    assert second.output == ""

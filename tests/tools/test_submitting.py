@@ -115,6 +115,12 @@ open("seen", "w").write(" ".join(os.environ.get(name, "-") for name in names))
     assert (tmp_path / "seen").read_text() == f"1 gpu07:{30000 + 4711 % 2000} 1 - -"
 
 
+def test_what_slurm_tells_all_processes_of_a_job_is_for_the_job_alone(
+    as_a_job: None, tmp_path: Path
+) -> None:
+    job("import os, signal; os.kill(os.getpid(), signal.SIGUSR2)", tmp_path)()
+
+
 def test_a_job_fails_with_its_command_line(as_a_job: None, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with exit code 3"):
         job("raise SystemExit(3)", tmp_path)()
