@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from phaseloop import Hook, LossScale, ModelOptions, Precision, Trainer, Weights
 from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.model_options import Compile
+from phaseloop.hooks.average import Average
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.gradient_norm import GradientNorm
 from phaseloop.hooks.precise_bn import PreciseBN
+from phaseloop.tools.export import export
 from tests.engine.test_fsdp import TOLERANCE, alone, assert_close, together
 from tests.rigs import equal, process, r1, ranks, sharded
 
@@ -214,6 +216,20 @@ def test_initial_weights_are_cut_as_they_are_loaded(tmp_path: Path) -> None:
     process.result(sharded.train, tmp_path / "before", epochs=1, seed=3)
     options = {"weights": Weights(str(tmp_path / "before"))}
     assert_close(tmp_path, alone(tmp_path, **options), together(tmp_path, **options))
+
+
+def test_an_export_has_whole_tensors(tmp_path: Path) -> None:
+    options = {"hooks": {"average": Average(decay=0.5)}, "epochs": 1}
+    alone(tmp_path, **options)
+    together(tmp_path, **options)
+    raw, state = sharded.saved(tmp_path / "together")["model"], {}
+    for kind in ("raw", "average"):
+        for name in ("alone", "together"):
+            out = tmp_path / f"{name}-{kind}.pt"
+            export(tmp_path / name, out, averages=kind)
+            state[name] = torch.load(out, weights_only=True)
+        assert sharded.furthest(state["alone"], state["together"]) < TOLERANCE
+        assert (not list(equal.differ("", dict(raw), state["together"]))) is (kind == "raw")
 
 
 # --- what is refused ---
