@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, PrefixStore
 
-from phaseloop.engine.backends import forwarding, launch
+from phaseloop.engine.backends import forwarding, hearing, launch
 from phaseloop.engine.starting import Starting
 from tests.rigs import process
 
@@ -303,3 +304,8 @@ def seconds_to_meet(patience: float, folder: Path) -> float:
 
 def test_less_than_a_second_to_meet_is_a_second(tmp_path: Path) -> None:
     assert process.result(seconds_to_meet, 0.5, tmp_path) == 1.0
+
+
+def test_machines_agree_on_a_word() -> None:
+    store = PrefixStore("round", HashStore())
+    assert [hearing.first_said(store, word) for word in ("one", "another")] == ["one", "one"]

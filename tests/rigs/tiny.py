@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ class Fault(Hook):
 
 @register_hook("tiny_rank_fault")
 class RankFault(Hook):
-    """Ends one process of several, or sends it a signal, after an update.
+    """Ends one process of several, or sends it a signal, after an update; ``fault.txt`` says when.
 
     Args:
         how: ``raise``, ``exit`` or the name of a signal.
@@ -125,6 +126,7 @@ class RankFault(Hook):
             return
         if self.once and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             return
+        Path("fault.txt").write_text(str(time.time()))
         if self.how == "raise":
             raise ValueError("planted fault")
         if self.how == "exit":
