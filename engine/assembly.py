@@ -247,7 +247,16 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLo
 
 
 def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:
-    largest = max(data.sizes.values())
+    largest, smallest = max(data.sizes.values()), min(data.sizes.values())
+    processes = loader.plan.world_size
+    if smallest < processes:
+        log.warning(
+            "%s: batch_size %d is less than the %d processes: some of them have no sample of a "
+            "batch, and go through the model with one that does not count",
+            key,
+            smallest,
+            processes,
+        )
     if loader.samples is not None and loader.samples < largest:
         log.warning(
             "%s: %d samples are fewer than batch_size %d: each epoch is one smaller update",

@@ -76,9 +76,12 @@ def facts(world_size: int, device: torch.device) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs, in words: ``threads 2 -> 1``; empty when nothing does."""
+    """What differs, in words: ``threads 2 -> 1``; empty when nothing does.
+
+    Not the number of processes, which is said by itself where it matters.
+    """
     return ", ".join(
         f"{key} {saved.get(key)} -> {now.get(key)}"
-        for key in sorted({*saved, *now})
+        for key in sorted({*saved, *now} - {"processes"})
         if saved.get(key) != now.get(key)
     )

@@ -118,7 +118,9 @@ def _says_lost(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that it was raised from."""
-    while error is not None:
+    """The error and those that it was raised from, once each: one may be raised from itself."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__

@@ -301,12 +301,18 @@ class ConsoleHandler(logging.Handler):
     A record logged with ``extra=ONLY_FILE`` goes to ``log.txt`` alone.
     """
 
+    _gone = False
+
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "only_file", False):
+            return
+        if self._gone:
             return
         try:
             text = record.getMessage()  # a traceback goes to log.txt; the caller prints it
             prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
             print(f"{prefix}{text}", file=sys.stdout, flush=True)
+        except BrokenPipeError:  # `| head`: who listened has gone, and the run goes on
+            self._gone = True
         except Exception:
             self.handleError(record)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from phaseloop.engine import assembly, rng
 from phaseloop.engine.accumulator import Accumulator
-from phaseloop.engine.backends import Backend, Single
+from phaseloop.engine.backends import Backend, Ddp, Single, joining
 from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.checkpoint.store import Store
@@ -44,6 +44,12 @@ Schedules = Schedule | TorchSchedule | Sequence[Schedule | TorchSchedule]
 MakeOptimizer = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 
 
+def _backend() -> Backend:
+    """What ``backend=auto`` is."""
+    joined = joining.found()
+    return Single() if joined is None or joined.world_size == 1 else Ddp()
+
+
 class Task(Stepping):
     """Everything of one training: data, model, loss, optimizers, meters, phases, position.
 
@@ -69,7 +75,8 @@ class Task(Stepping):
             :class:`Precision`, which may say how losses are scaled.
         model_options: compilation, memory layout, activation checkpointing.
         weights: what the model's tensors are at the start of the run, or just the path of it.
-        backend: how to run; None: this process, on a GPU where there is one.
+        backend: how to run; None: as one of several processes by ``Ddp``, where a launcher such as
+            torchrun has started this one so; else this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
         debug: short cuts for a quick try.
@@ -121,7 +128,7 @@ class Task(Stepping):
         self.model_options = model_options or ModelOptions()
         self.weights = Weights(weights) if isinstance(weights, str) else weights
         self.changes_input = self.precision.changes_input or self.model_options.channels_last
-        self.backend = backend or Single()
+        self.backend = backend or _backend()
         self.train_data = train
         self.test_data = dict(test or {}) if isinstance(test, Mapping | None) else {"test": test}
         self.schedules = schedule

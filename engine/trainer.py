@@ -117,16 +117,23 @@ class Trainer:
             self._walk()
             outcome = self._outcome("stopped" if self.task.stop_reason else "finished")
         except BaseException as error:
-            # What is written into a folder that was moved fails in as many ways as there are hooks.
-            told = lost_place(self.task) if isinstance(error, OSError | CheckpointError) else None
+            told = self._told(error)
             self._fail(told or error)
             if told is not None:
-                raise told from (error if isinstance(error, OSError) else error.__cause__)
+                raise told from (error.__cause__ if isinstance(error, CheckpointError) else error)
             raise
         else:
             return self._end(outcome)
         finally:
             life.end()
+
+    def _told(self, error: BaseException) -> PhaseloopError | None:
+        """What an error comes from, where it does not say so itself."""
+        # What is written into a folder that was moved fails in as many ways as there are hooks.
+        if isinstance(error, OSError | CheckpointError):
+            return lost_place(self.task)
+        waited = self.task.backend.waited_in_vain(error)
+        return PeerError(waited) if waited else None
 
     def _walk(self) -> None:
         """The loop."""

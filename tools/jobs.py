@@ -12,6 +12,7 @@ from phaseloop.engine.backends import joining
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.config.build import Built, build, make_hooks
 from phaseloop.engine.config.components import Components
+from phaseloop.engine.config.processes import asked_for
 from phaseloop.engine.config.schema import DataSets, Schema
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.events import Hook
@@ -38,7 +39,8 @@ def run(schema: Schema) -> int:
         store.Store(RunFolder.of(schema.run).checkpoints).reach("run.checkpoints")
     built = build(schema)
     if schema.plan:
-        show_plan(built)
+        started = asked_for(schema.backend)
+        show_plan(built, started.processes * started.nodes)
         return 0
     outcome = Trainer(built.task, built.hooks).train()
     return _SIGNALLED + outcome.signal if outcome.signal is not None else 0

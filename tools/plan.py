@@ -18,8 +18,12 @@ from phaseloop.engine.task import Task
 _POINTS = 400  # more than a picture has pixels to show
 
 
-def show_plan(built: Built) -> None:
-    """Print phases, sizes, hooks, model and groups; draw the schedules to ``plan.png``."""
+def show_plan(built: Built, processes: int = 1) -> None:
+    """Print phases, sizes, hooks, model and groups; draw the schedules to ``plan.png``.
+
+    Args:
+        processes: that the run itself would start; what is printed is one process's.
+    """
     task = built.task
     task.build()
     model = summarize_task(task).lines()
@@ -28,6 +32,11 @@ def show_plan(built: Built) -> None:
         return
     for line in lines:
         print(line)
+    if processes > task.backend.world_size:
+        print(
+            f"\nThe run starts {processes} processes, each with its share of every batch; what is "
+            f"said of micro-batches here is as one process has them."
+        )
     for line in _schedule_lines(task):
         print(line)
 

@@ -120,6 +120,9 @@ def exit_code(job: Callable[[], int]) -> int:
         return job()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as error:  # of a step, a hook or a dataset: the run is not over
+        outcomes.say(error, ERROR, traceback.format_exc().rstrip())
+        return ERROR
     except Exception as error:
         code = WRONG_CONFIG if isinstance(error, ConfigError | InUseError) else ERROR
         outcomes.say(error, code, _in_words(error))

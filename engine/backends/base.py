@@ -53,6 +53,10 @@ class Backend:
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
 
+    def waited_in_vain(self, error: BaseException) -> str:
+        """Whom this process waited for until a time limit, in a sentence; empty: nobody."""
+        return ""
+
     def teardown(self) -> None:
         """Leave the other processes."""
 

@@ -26,6 +26,7 @@ from phaseloop.engine.backends.devices import OnDevice, choose
 from phaseloop.engine.backends.joining import Joining
 from phaseloop.engine.backends.messages import by_type, in_messages, once, spread
 from phaseloop.engine.backends.sockets import make_room
+from phaseloop.engine.backends.waiting import explained
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 
 log = logging.getLogger("phaseloop")
@@ -66,6 +67,7 @@ class Processes(OnDevice):
             self.rank, self.world_size = joined.rank, joined.world_size
         self.device = choose(device, None if joined is None else _number(joined))
         self._host: ProcessGroup | None = None
+        self._meeting: Store | None = None
         self._failed = False
         self._patient = True
 
@@ -111,7 +113,7 @@ class Processes(OnDevice):
         make_room(self.world_size)
         kind = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         patience = timedelta(seconds=self.start_timeout)
-        store = _meeting_place(self.rank, self.world_size, patience)
+        self._meeting = store = _meeting_place(self.rank, self.world_size, patience)
         dist.init_process_group(
             kind, store=store, timeout=patience, rank=self.rank, world_size=self.world_size
         )
@@ -129,6 +131,11 @@ class Processes(OnDevice):
     def failed(self) -> None:
         """This process is on its way out with an error: it enters no collective any more."""
         self._failed = True
+
+    def waited_in_vain(self, error: BaseException) -> str:
+        if self._meeting is None or isinstance(error, PhaseloopError):
+            return ""
+        return explained(error, self._meeting, self.rank, self.world_size)
 
     def teardown(self) -> None:
         if self._host is None:

@@ -31,7 +31,7 @@ def note(error: BaseException, what: str, **facts: Any) -> None:
 def facts_of(error: BaseException) -> dict[str, Any] | None:
     """What was kept with an error, or with the one that it came from."""
     found: dict[str, Any] | None = getattr(error, _NAME, None)
-    if found is None and error.__cause__ is not None:
+    if found is None and error.__cause__ not in (None, error):
         return facts_of(error.__cause__)
     return found
 

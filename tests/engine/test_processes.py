@@ -292,3 +292,58 @@ def test_who_waits_long_for_others_says_so(rank: int) -> None:
     said = process.run(wait_in_vain, rank).output
     assert f"rank {rank} waits for all 2 processes that torchrun started, at 127.0.0.1:" in said
     assert "1.5 s at most (backend.start_timeout)" in said
+
+
+def in_vain(where: str) -> str:
+    """What is said on rank 0 where rank 1 sleeps, or goes into a collective of its own."""
+    from phaseloop import Trainer
+
+    class Odd(Hook):
+        def on_step(self, task: Task) -> None:
+            if task.backend.rank == 1 and task.progress.updates == 4:
+                if where == "asleep":
+                    time.sleep(30)
+                task.backend.all_gather_object("is anybody here?")
+
+    task = r1.make_task(None, backend=Ddp(timeout=1.0))
+    try:
+        Trainer(task, {"learning_rate": r1.learning_rate.LearningRate(), "odd": Odd()}).train()
+    except PhaseloopError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_did_not_come_is_named() -> None:
+    with ranks.started(in_vain, "asleep") as running:
+        first = running[0].wait()
+        running[1].kill()
+    assert "PeerError: rank 1 did not come within the time limit (backend.timeout" in first.value
+    assert "rank 0 waited at" in first.value
+
+
+def test_processes_that_wait_for_one_another_at_different_places_are_told_where() -> None:
+    for said in ranks.results(in_vain, "alone"):
+        assert "waited for one another at different places" in said
+        assert "rank 1 at test_processes.py:" in said
+        assert "in on_step" in said
+
+
+def train_by_default() -> tuple[int, int]:
+    from phaseloop import Trainer
+    from phaseloop.engine.data.source import Data
+    from phaseloop.engine.phases import Phases
+
+    model = r1.network()
+    task = Task(
+        model=model,
+        criterion=torch.nn.CrossEntropyLoss(),
+        optimizer=r1.optimizer("sgd", model),
+        train=Data(r1.Samples(), 4),
+        phases=Phases(epochs=1),
+    )
+    outcome = Trainer(task, {}).train()
+    return outcome.updates, task.backend.world_size
+
+
+def test_a_task_joins_by_itself_where_a_launcher_has_started_it() -> None:
+    assert ranks.results(train_by_default) == [(10, 2), (10, 2)]
