@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -31,6 +32,7 @@ from phaseloop.engine import outcomes
 from phaseloop.engine.backends import hearing
 from phaseloop.engine.backends.forwarding import Forwarding, Stopped
 from phaseloop.engine.backends.joining import PHASELOOP
+from phaseloop.engine.backends.meeting import Meeting
 from phaseloop.engine.backends.surroundings import environ, quiet, variables
 from phaseloop.engine.outcomes import Outcome
 from phaseloop.engine.starting import Starting
@@ -38,6 +40,7 @@ from phaseloop.engine.starting import Starting
 _ERROR = 1
 _SIGNALLED = 128
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
+_LATER = 5.0  # seconds after which a wait for machines that should be over is given up
 _LOOK = 0.1  # seconds between two looks at the processes
 _ELSEWHERE = Outcome(_ERROR, "was ended, since another machine's processes have failed", lost=True)
 
@@ -68,7 +71,10 @@ def launch(
     with quiet(), environ(ours), tempfile.TemporaryDirectory(prefix="phaseloop-") as folder:
         try:
             with forwarding:
-                agent = _Agent.made(command, starting, folder, patience, forwarding)
+                where = starting.rendezvous
+                limit = Meeting(where, patience + _LATER, folder) if where else nullcontext()
+                with limit:
+                    agent = _Agent.made(command, starting, folder, patience, forwarding)
                 agent._alike = alike
                 code = agent.code()
                 if code == _ERROR and agent.told and tell is not None:

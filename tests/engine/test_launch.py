@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -309,3 +311,26 @@ def test_less_than_a_second_to_meet_is_a_second(tmp_path: Path) -> None:
 def test_machines_agree_on_a_word() -> None:
     store = PrefixStore("round", HashStore())
     assert [hearing.first_said(store, word) for word in ("one", "another")] == ["one", "one"]
+
+
+def launched_at(port: int, patience: float) -> int:
+    """In a new process: one of two machines, which meet at a port of this one."""
+    launch._LATER = 0.5
+    starting = Starting(nodes=2, rendezvous=f"localhost:{port}")
+    return launch.launch([sys.executable, "-c", "pass"], starting, patience=patience)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_port_that_something_else_has_is_no_wait_without_an_end(number: int | None) -> None:
+    with socket.create_server(("localhost", 0)) as other:  # it takes what comes, and says nothing
+        port = other.getsockname()[1]
+        running = process.start(launched_at, port, 0.5 if number is None else 300.0)
+        if number is not None:
+            wait_for(lambda: bool(select.select([other], [], [], 0)[0]))
+            running.send(number)
+        ended = running.wait()
+    if number is None:
+        assert ended.code == 1
+        assert f"no machine answers at localhost:{port}" in ended.output
+    else:
+        assert ended.code == 128 + number
