@@ -87,8 +87,8 @@ def test_res_l_another_number_goes_on_with_the_same_samples(
     assert [one.code for one in ended] == [0] * size, ranks.outputs([x.output for x in ended])
     expected = [sorted(ids) for ids in batches(whole, 2)]
     assert [sorted(ids) for ids in batches(folder, size)] == expected[KILLED:]
-    (said,) = [x for x in ended[0].output.splitlines() if "last bits may differ" in x]
-    assert "2" in said and str(size) in said
+    (said,) = [x for x in ended[0].output.splitlines() if "was made by" in x]
+    assert f"made by 2 processes, this is {size}" in said and "last bits, may differ" in said
 
 
 def restored(folder: Path) -> dict[str, Any]:
