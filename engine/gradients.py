@@ -114,8 +114,8 @@ def _reduce(task: Task, weight: Tensor | float | None) -> Tensor | None:
     if task.before_reduce is not None:
         task.before_reduce()
     assert task.agreement is not None
+    task.backend.reduce_gradients(task.trainable)  # first: what is wrong there is said there
     task.agreement.check_weights(given=weight is not None)
-    task.backend.reduce_gradients(task.trainable)
     if weight is None:
         return None
     if isinstance(weight, Tensor):
