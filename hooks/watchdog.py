@@ -119,7 +119,8 @@ class _Watch(threading.Thread):
         self._over = threading.Event()
         self._file = _file_of(task)
         self._usual: dict[str, deque[float]] = {}  # by phase: seconds of a step, one for each look
-        self._seen: tuple[object, int, int] = (None, 0, 0)
+        # No phase yet: the first steps may be over before the first look, and count as well.
+        self._seen: tuple[object, int, int] = (None, self._steps(), 0)
         self._quiet = 0.0  # seconds since the run was seen to move
         self._next = 0.0  # seconds of quiet to speak at; 0: not spoken yet
 
@@ -153,21 +154,24 @@ class _Watch(threading.Thread):
 
     def _moved(self) -> bool:
         """Whether it moved since the last look; then what a step takes is noted."""
-        task = self._task
-        phase, progress = task.phase, task.progress
-        if not phase.train:
-            steps = phase.position
-        elif task.step_facts.takes_window:
-            steps = progress.updates + progress.skipped
-        else:
-            steps = progress.steps
-        seen, self._seen = self._seen, (phase, steps, task.accumulator.taken)
+        phase, steps = self._task.phase, self._steps()
+        seen, self._seen = self._seen, (phase, steps, self._task.accumulator.taken)
         if self._seen == seen:
             return False
-        if phase is seen[0] and steps > seen[1]:
+        if seen[0] in (phase, None) and steps > seen[1]:
             usual = self._usual.setdefault(phase.name, deque(maxlen=_RECENT))
             usual.append(self._quiet / (steps - seen[1]))
         return True
+
+    def _steps(self) -> int:
+        """Steps that were made: in a train phase of the run, else of the phase."""
+        task = self._task
+        phase, progress = task.phase, task.progress
+        if not phase.train:
+            return phase.position
+        if task.step_facts.takes_window:
+            return progress.updates + progress.skipped
+        return progress.steps
 
     def _median(self) -> float | None:
         usual = self._usual.get(self._task.phase.name)
