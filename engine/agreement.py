@@ -101,9 +101,7 @@ class Agreement:
     def meet(self) -> None:
         """The same, at once: wait for all others to come here."""
         self._tell(None)
-        work = self._backend.sum_on_host(self._told)
-        assert work is not None
-        work.wait()
+        self._backend.total_on_host(self._told)
         self._heed()
 
     # --- anywhere, where all come to ---
@@ -114,10 +112,7 @@ class Agreement:
 
     def totals(self, numbers: list[int]) -> list[int]:
         """The same for several at once."""
-        told = torch.tensor(numbers, dtype=torch.int64)
-        work = self._backend.sum_on_host(told)
-        assert work is not None
-        work.wait()
+        told = self._backend.total_on_host(torch.tensor(numbers, dtype=torch.int64))
         return [int(number) for number in told.tolist()]
 
     def same(self, number: int) -> bool:

@@ -180,9 +180,7 @@ class Recorder:
         for number, name in enumerate(names):
             if name in read:
                 sums[0, number], sums[1, number] = read[name]
-        if (work := backend.sum_on_host(sums)) is not None:
-            work.wait()
-        totals = zip(names, *sums.tolist(), strict=True)
+        totals = zip(names, *backend.total_on_host(sums).tolist(), strict=True)
         means = {name: total / weight for name, total, weight in totals if weight}
         self._row = {"time": round(time.time(), 3), **means, **self._gauges}
 
@@ -220,10 +218,7 @@ def _agreed_names(backend: Backend, names: list[str]) -> list[str]:
     Nearly always all have the same; whether so is found by a sum, and only else are they sent.
     """
     mark = zlib.crc32("\n".join(names).encode()) % _MARKS
-    told = torch.tensor([mark, mark * mark])
-    if (work := backend.sum_on_host(told)) is not None:
-        work.wait()
-    total, squares = told.tolist()
+    total, squares = backend.total_on_host(torch.tensor([mark, mark * mark])).tolist()
     if total**2 == squares * backend.world_size:
         return names
     return sorted({name for own in backend.all_gather_object(names) for name in own})

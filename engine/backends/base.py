@@ -139,6 +139,12 @@ class Backend:
         """Begin to sum a tensor on the CPU over processes, in place; None: it is done."""
         return None
 
+    def total_on_host(self, tensor: Tensor) -> Tensor:
+        """The same to its end: the tensor, summed."""
+        if (work := self.sum_on_host(tensor)) is not None:
+            work.wait()
+        return tensor
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """``value`` of every process, by rank."""
         return [value]

@@ -202,9 +202,7 @@ class Processes(OnDevice):
             return tensor
         rows = torch.zeros(self.world_size, dtype=torch.int64)
         rows[self.rank] = len(tensor)
-        work = self.sum_on_host(rows)
-        assert work is not None
-        work.wait()
+        self.total_on_host(rows)
         gathered: Tensor = _Gathered.apply(tensor, rows.tolist(), self)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -251,9 +249,7 @@ class Processes(OnDevice):
         A parameter that no process has a gradient for stays without one.
         """
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        work = self.sum_on_host(has)
-        assert work is not None
-        work.wait()
+        self.total_on_host(has)
         used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
         for parameter in used:
             if parameter.grad is None:
