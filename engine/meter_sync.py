@@ -125,9 +125,7 @@ def _add_over_ranks(tensors: Sequence[Tensor], backend: Backend) -> None:
         flat = backend.all_reduce(flat)
     else:  # a meter that keeps its sums on the host
         flat = flat.to(torch.float64 if flat.dtype.is_floating_point else torch.int64)
-        work = backend.sum_on_host(flat)
-        if work is not None:
-            work.wait()
+        backend.total_on_host(flat)
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, total in zip(tensors, torch.split(flat, sizes), strict=True):
         tensor.copy_(total.reshape(tensor.shape))
