@@ -5,17 +5,28 @@ ARGS ?=
 N ?= 300
 RANKS ?= 30
 SEED ?= 0
+XLA ?= full
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST_IN := python -m pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/$(PYTEST_IN)
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-all test-crash check clean
+.PHONY: help env env-horovod env-xla data run test test-all test-horovod test-xla test-crash check clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 env: $(STAMP) ## make .venv with all that is needed (again only when pyproject.toml or constraints.txt change)
+
+env-horovod: ## make .venv-horovod, with Horovod built against torch, once, in the user's cache: minutes
+	tools/environments/make.sh horovod $(PYTHON)
+
+env-xla: ## make .venv-xla, with torch_xla, likewise: gigabytes; XLA=small is enough for a CPU
+	tools/environments/make.sh $(if $(filter small,$(XLA)),xla-small,xla) $(PYTHON)
+
+data: ## fetch the data sets that recipes need and that do not ship, into the user's cache; no root
+	tools/data.sh
 
 run: $(STAMP) ## train the digits recipe; more settings by ARGS="optimizer.lr=0.05"
 	$(BIN)/python tools/run.py config=digits $(ARGS)
@@ -25,6 +36,13 @@ test: $(STAMP) ## run the tests but the slow ones
 
 test-all: $(STAMP) ## run all tests
 	$(PYTEST) -m ""
+
+test-horovod: env-horovod ## run the tests of backend horovod
+	.venv-horovod/bin/$(PYTEST_IN) tests/horovod
+
+test-xla: env-xla ## run the tests of backend xla, and some of the core on the torch that it needs
+	.venv-xla/bin/$(PYTEST_IN) tests/xla
+	.venv-xla/bin/$(PYTEST_IN) $$(cat tests/xla/core.txt)
 
 test-crash: $(STAMP) ## kill the command line N=300 times at random, RANKS=30 times on two processes (SEED=0), resume, compare
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --kills $(N) --seed $(SEED)
@@ -36,8 +54,8 @@ check: $(STAMP) ## style, types, and who imports whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove .venv*, builds and caches; runs/ and what the user's cache has stay
+	rm -rf .venv .venv-horovod .venv-xla build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

@@ -14,11 +14,14 @@ if not __name__.startswith("phaseloop."):
     raise ImportError("import phaseloop.engine, not engine: a second copy has its own registries")
 
 if TYPE_CHECKING:
-    from phaseloop.engine.backends import Backend, Ddp, Fsdp, Single
+    from phaseloop.engine.backends import Backend, Ddp, Fsdp, Horovod, Single, Xla
     from phaseloop.engine.checkpoint.fitting import WeightsReport
     from phaseloop.engine.checkpoint.weights import Weights, load_weights
+    from phaseloop.engine.data.augment import Draws
+    from phaseloop.engine.data.augmentations import Affine, Erase, Flip, ResizedCrop, Shift
     from phaseloop.engine.data.batch import Batch
     from phaseloop.engine.data.batch_transforms import CutMix, MixUp, MixUpOrCutMix
+    from phaseloop.engine.data.colours import Blur, ColourJitter, Greyscale, Noise, Solarize
     from phaseloop.engine.data.mix import Mix, Source
     from phaseloop.engine.data.reader import TensorData
     from phaseloop.engine.data.samplers import Sampler
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
         RegistryError,
     )
     from phaseloop.engine.events import Hook, Order
+    from phaseloop.engine.features import Features, load_features
+    from phaseloop.engine.gathered import Gathered
     from phaseloop.engine.group_rules import GroupRules, LayerDecay, parameter_groups
+    from phaseloop.engine.images import image_grid
     from phaseloop.engine.lars import LARS
     from phaseloop.engine.meters import Accuracy, Mean, Meter
     from phaseloop.engine.model_options import Compile, ModelOptions
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.precision import Precision
     from phaseloop.engine.progress import Progress
     from phaseloop.engine.registry import (
+        register_augmentation,
         register_backend,
         register_batch_transform,
         register_collate,
@@ -63,11 +70,14 @@ if TYPE_CHECKING:
     from phaseloop.engine.trainer import Outcome, Trainer
 
 _PLACES = {
-    "backends": ["Backend", "Ddp", "Fsdp", "Single"],
+    "backends": ["Backend", "Ddp", "Fsdp", "Horovod", "Single", "Xla"],
     "checkpoint.fitting": ["WeightsReport"],
     "checkpoint.weights": ["Weights", "load_weights"],
+    "data.augment": ["Draws"],
+    "data.augmentations": ["Affine", "Erase", "Flip", "ResizedCrop", "Shift"],
     "data.batch": ["Batch"],
     "data.batch_transforms": ["CutMix", "MixUp", "MixUpOrCutMix"],
+    "data.colours": ["Blur", "ColourJitter", "Greyscale", "Noise", "Solarize"],
     "data.mix": ["Mix", "Source"],
     "data.reader": ["TensorData"],
     "data.samplers": ["Sampler"],
@@ -77,7 +87,10 @@ _PLACES = {
         "NonFiniteError", "PhaseloopError", "RegistryError",
     ],
     "events": ["Hook", "Order"],
+    "features": ["Features", "load_features"],
+    "gathered": ["Gathered"],
     "meters": ["Accuracy", "Mean", "Meter"],
+    "images": ["image_grid"],
     "lars": ["LARS"],
     "group_rules": ["GroupRules", "LayerDecay", "parameter_groups"],
     "model_options": ["Compile", "ModelOptions"],
@@ -85,6 +98,7 @@ _PLACES = {
     "precision": ["Precision"],
     "progress": ["Progress"],
     "registry": [
+        "register_augmentation",
         "register_backend",
         "register_batch_transform",
         "register_collate",
@@ -111,9 +125,12 @@ _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 __all__ = [
     "LARS",
     "Accuracy",
+    "Affine",
     "Backend",
     "Batch",
+    "Blur",
     "CheckpointError",
+    "ColourJitter",
     "Compile",
     "ConfigError",
     "CutMix",
@@ -121,10 +138,17 @@ __all__ = [
     "DataError",
     "Ddp",
     "Debug",
+    "Draws",
+    "Erase",
+    "Features",
+    "Flip",
     "Fsdp",
+    "Gathered",
     "Gradients",
+    "Greyscale",
     "GroupRules",
     "Hook",
+    "Horovod",
     "LayerDecay",
     "LossScale",
     "Mean",
@@ -135,6 +159,7 @@ __all__ = [
     "MixUpOrCutMix",
     "ModelOptions",
     "NoBatchError",
+    "Noise",
     "NonFiniteError",
     "Order",
     "Outcome",
@@ -144,11 +169,14 @@ __all__ = [
     "Precision",
     "Progress",
     "RegistryError",
+    "ResizedCrop",
     "Run",
     "Sampler",
     "ScaleWithBatch",
     "Schedule",
+    "Shift",
     "Single",
+    "Solarize",
     "Source",
     "Stage",
     "Task",
@@ -158,8 +186,12 @@ __all__ = [
     "Warmup",
     "Weights",
     "WeightsReport",
+    "Xla",
+    "image_grid",
+    "load_features",
     "load_weights",
     "parameter_groups",
+    "register_augmentation",
     "register_backend",
     "register_batch_transform",
     "register_collate",

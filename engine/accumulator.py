@@ -18,8 +18,15 @@ class Accumulator:
     batch's samples before backward, and by nothing when that is 1. With explicit weights the sum
     is known only at the window's end, and the gradients are divided once then.
 
+    On a lazy device a factor is a tensor there, and 1 is one too: a number would be a part of the
+    program, which would then be another for each, and on some processes only.
+
     A step that takes whole windows may go through one several times; each pass is weighted for
     itself.
+
+    Args:
+        world_size: processes.
+        lazy: the device, where it is a lazy one.
 
     Attributes:
         taken: micro-batches of the window that were handed out or found empty.
@@ -30,8 +37,9 @@ class Accumulator:
             none.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, lazy: torch.device | None = None) -> None:
         self._world_size = world_size
+        self._lazy = lazy
         self.begin(Window((), 0, 0))
         self.closed = True
 
@@ -94,14 +102,22 @@ class Accumulator:
         if weight is None:
             total = self.window.samples
             weight = batch.weight * self._world_size  # what follows is a mean over processes
+            if self._lazy is not None:
+                return loss * self._number(weight / total, loss)
             return loss if weight == total else loss * (weight / total)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
+        if self._lazy is not None and not isinstance(weight, Tensor):
+            weight = self._number(weight, loss)
         if not batch.weight:
             weight = weight * 0  # a stand-in: its samples count on another process
         self.explicit_weight = (
             weight if self.explicit_weight is None else self.explicit_weight + weight
         )
         return loss * weight
+
+    def _number(self, value: float, like: Tensor) -> Tensor:
+        """On the lazy device, as data."""
+        return torch.tensor(value, dtype=like.dtype).to(self._lazy)
 
     def correction(self, weight: Tensor | float | None) -> Tensor | float | None:
         """What every gradient has to be multiplied by at a pass's end; None: nothing.

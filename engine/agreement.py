@@ -14,18 +14,17 @@ from __future__ import annotations
 import logging
 import signal
 import time
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.marks import are_same, mark, with_square
 from phaseloop.engine.patience import Patience
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
-
+    from phaseloop.engine.backends.host import Waited
     from phaseloop.engine.data.plan import Window
     from phaseloop.engine.task import Task
 
@@ -37,7 +36,6 @@ _STOPS, _ENDS, _CLOCK, _MORE, _NEXT, _PLACE, _PLACE_SQUARED = range(
 )
 _FIELDS = len(_SIGNALS) + 7
 _MOMENT = 0.5  # seconds, far below any time limit
-_PLACES = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 _ALWAYS = (
     "of several processes a step gives a weight always, or never: the number of samples is the "
@@ -69,7 +67,7 @@ class Agreement:
         self.last = False
         self.left = 0
         self._told = torch.zeros(_FIELDS, dtype=torch.int64)
-        self._work: Work | None = None
+        self._work: Waited | None = None
         # By stage and optimizers: whether their losses have weights.
         self._weighs: dict[tuple[Any, ...], bool] = {}
 
@@ -115,11 +113,6 @@ class Agreement:
         told = self._backend.total_on_host(torch.tensor(numbers, dtype=torch.int64))
         return [int(number) for number in told.tolist()]
 
-    def same(self, number: int) -> bool:
-        """Whether every process has this number; all wait for it."""
-        total, squares = self.totals([number, number * number])
-        return _are_same(total, squares, self._backend.world_size)
-
     def wait_for_primary(self, ended: Callable[[float], bool]) -> None:
         """Wait for something that only the primary has, such as a save, however long it takes.
 
@@ -141,6 +134,7 @@ class Agreement:
 
         Raises:
             PhaseloopError: some give a weight and others none, or now and then only.
+            ConfigError: all give one, which the backend cannot have.
         """
         task = self._task
         key = (task.progress.stage, *task.stepping)
@@ -152,6 +146,8 @@ class Agreement:
                     f"{count} of {size} processes called backward() with a weight at update "
                     f"{task.progress.updates + 1}; {_ALWAYS}"
                 )
+            if given:
+                self._backend.check_weights()
             self._weighs[key] = given
         elif known is not given:
             first, now = ("with", "without") if known else ("without", "with")
@@ -189,8 +185,7 @@ class Agreement:
             told[_CLOCK] = int(time.monotonic() * 1e6)
         if window is not None and window.ahead is not None:
             told[_MORE], told[_NEXT] = window.ahead > 0, window.ahead
-        place = zlib.crc32(repr(self._place()).encode()) % _PLACES
-        told[_PLACE], told[_PLACE_SQUARED] = place, place * place
+        told[_PLACE], told[_PLACE_SQUARED] = with_square(mark(repr(self._place())))
         self._told = torch.tensor(told, dtype=torch.int64)
 
     def _place(self) -> tuple[Any, ...]:
@@ -202,7 +197,7 @@ class Agreement:
     def _heed(self) -> None:
         told = self._told.tolist()
         size = self._backend.world_size
-        if not _are_same(told[_PLACE], told[_PLACE_SQUARED], size):
+        if not are_same(told[_PLACE], told[_PLACE_SQUARED], size):
             raise PhaseloopError(_apart(self._backend.all_gather_object(self._place())))
         self.clock = told[_CLOCK] / 1e6
         self.left = told[_NEXT]
@@ -229,12 +224,6 @@ class Agreement:
         named = received[-1].name if received else ""
         task.stop_reason = next((reason for reason, _ in told if reason), named)
         task.stop_here(any(saved for _, saved in told))
-
-
-def _are_same(total: int, squares: int, count: int) -> bool:
-    """Whether so many numbers, of this sum and this sum of squares, are equal."""
-    # Equal numbers, and no others, have a square of the sum that is so many times the squares'.
-    return total**2 == squares * count
 
 
 def _apart(places: list[tuple[Any, ...]]) -> str:

@@ -45,6 +45,7 @@ def check(task: Task) -> None:
     task.run.check(others=[] if task.weights is None else [task.weights.path])
     task.model_options.check()
     task.model_options.check_model(task.bare_model)
+    task.backend.check(task)
     if task.weights is not None:
         task.weights.check()
     if TRAIN in task.test_data:
@@ -183,20 +184,25 @@ def build(task: Task) -> None:
         task.freezing.check_left(task.trainable, task.freezing.match((), "freeze"), "freeze")
     clear(task.trainable)  # what was computed before the run is no part of its first update
     task.identity = identity(task)
-    task.accumulator = Accumulator(task.backend.world_size)
+    lazy = task.backend.lazy
+    task.accumulator = Accumulator(task.backend.world_size, task.device if lazy else None)
+    task.recorder.to_host = task.backend.to_host if lazy else None
     task.agreement = Agreement(task) if task.backend.world_size > 1 else None
     _make_loaders(task)
     task.stages.enter()
     task.stages.check()
-    for step, _ in task.stages.steps:
+    for step, facts in task.stages.steps:
+        # What it needs of the task is missed now, and not at its first call.
+        if facts.check is not None:
+            facts.check(task, step)
         if callable(check_step := getattr(step, "check", None)):
-            check_step(task)  # what it needs of the task is missed now, and not at its first call
+            check_step(task)
     _say_debug(task)
 
 
 def _place_modules(task: Task) -> None:
     task.precision.prepare(task.bare_model)
-    lay_out(task.bare_model, task.model_options)
+    lay_out(task.bare_model, task.model_options, task.backend)
     task.model = task.backend.prepare_model(task.bare_model)
     compile_in_place(task.bare_model, task.model_options)
     if isinstance(task.criterion_module, nn.Module):
@@ -204,6 +210,7 @@ def _place_modules(task: Task) -> None:
         task.backend.prepare_criterion(task.criterion_module)
     for meters in task.meter_sets.values():
         meters.to(task.device)
+        meters.separate = task.backend.separate if task.backend.lazy else None
 
 
 def _make_loaders(task: Task) -> None:
@@ -231,7 +238,7 @@ def _make_loaders(task: Task) -> None:
 
 
 def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLoader:
-    return make_loader(
+    loader = make_loader(
         data,
         train=train,
         source=number,
@@ -244,6 +251,9 @@ def _loader(task: Task, data: Data, key: str, number: int, train: bool) -> AnyLo
         repeat=train and task.debug.overfit is not None,
         in_step=task.backend.collective_forward,
     )
+    loader.place = task.backend.place
+    loader.generator = task.backend
+    return loader
 
 
 def _warn_about_batches(data: Data, loader: AnyLoader, key: str) -> None:

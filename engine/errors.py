@@ -21,6 +21,10 @@ class ConfigError(PhaseloopError):
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}" if key else problem)
         self.key = key
+        self._given = key, problem
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        return type(self), self._given  # by the text alone it could not be made again elsewhere
 
 
 class RegistryError(PhaseloopError):

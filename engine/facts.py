@@ -46,6 +46,12 @@ def name_of(function: Any) -> str | None:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
+def fingerprint(dataset: Any) -> str | None:
+    """What a dataset says its content is, as its attribute ``fingerprint``; None: nothing."""
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
 def _checksum(values: list[Any]) -> str:
     facts = [fact_of(v) if isinstance(v, (list, tuple)) else v for v in values]
     return f"{len(values)} values, checksum {zlib.crc32(repr(facts).encode()):08x}"

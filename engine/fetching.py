@@ -124,6 +124,10 @@ class Fetching(Committing):
     def _tell_others(self, agreement: Agreement, batch: Batch | None) -> None:
         """A micro-batch begins, on several processes."""
         accumulator = self.accumulator
+        window = accumulator.window
+        if self.train and self.backend.hears_of_pieces:
+            alike = window.ahead is None and window.samples % self.backend.world_size == 0
+            self.backend.begin_piece(alike)
         if accumulator.taken == 1:
             if accumulator.window.ahead is not None:
                 accumulator.window = whole_window(self, accumulator.window)  # type: ignore[arg-type]

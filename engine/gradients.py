@@ -45,9 +45,12 @@ def apply_update(task: Task, closure: Closure | None = None) -> None:
     task.accumulator.applied = task.accumulator.spent = True
     if task.precision.scaler is not None:
         _unscale(task)
+    differ = task.agreement is not None and task.hooks.may_differ
+    if differ and task.backend.lazy:  # what a hook reads has to be there
+        task.backend.mark_step()
     task.hooks.on_gradients(task)
-    if task.agreement is not None and task.hooks.may_differ:
-        task.agreement.skips()
+    if differ:
+        task.agreement.skips()  # type: ignore[union-attr]
     task.may_skip = False
     if task.skip_reason is not None:
         task.note_skip(task.skip_reason)
@@ -138,7 +141,10 @@ def _evaluate(task: Task, closure: Closure) -> Tensor:
     part: Tensor | float = window.share / window.samples
     if own is not None and isinstance(total, Tensor):
         part = own / torch.where(total == 0, 1.0, total)  # with no valid element the loss is 0
-    return task.backend.all_reduce((loss.detach() * part).to(loss.dtype))
+    whole = task.backend.all_reduce((loss.detach() * part).to(loss.dtype))
+    if task.backend.lazy:  # the optimizer reads it
+        task.backend.mark_step()
+    return whole
 
 
 class _Asked:
@@ -192,9 +198,9 @@ def _clip(task: Task, stepping: Sequence[str]) -> None:
         stepping: those that have gradients; of none, torch clips no values, but raises an error.
     """
     norms: list[Tensor] = []
-    sharded = task.backend.shards
-    clip_value = shards.clip_value if sharded else torch.nn.utils.clip_grad_value_
-    clip_norm = shards.clip_norm if sharded else torch.nn.utils.clip_grad_norm_
+    ours = task.backend.shards or task.backend.lazy
+    clip_value = shards.clip_value if ours else torch.nn.utils.clip_grad_value_
+    clip_norm = shards.clip_norm if ours else torch.nn.utils.clip_grad_norm_
     for name in stepping:
         settings, parameters = task.clipping[name], task.parameters_of[name]
         if settings.clip_value is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from phaseloop.engine import meter_sync
 from phaseloop.engine.errors import ConfigError
@@ -16,6 +18,9 @@ from phaseloop.engine.trees import copied
 
 if TYPE_CHECKING:
     from phaseloop.engine.backends.base import Backend
+
+
+ToHost = Callable[[list[Tensor]], list[Tensor]]
 
 
 class MeterSet:
@@ -33,8 +38,11 @@ class MeterSet:
         self.meters: dict[str, Meter] = {
             key: _as_meter(key, meter) for key, meter in (meters or {}).items()
         }
+        self.separate: Callable[[list[Tensor]], None] | None = None  # see Backend.separate
         self._updates = tuple(meter.update for meter in self.meters.values())
         self._device = torch.device("cpu")
+        self._copies: dict[str, Any] = {}
+        self._without_loss = False
 
     def to(self, device: torch.device) -> None:
         """Move all states to ``device``."""
@@ -44,7 +52,9 @@ class MeterSet:
 
     def update(self, loss: Tensor | None, weight: Tensor | float, output: Any, target: Any) -> None:
         """Take in a micro-batch: its mean loss over ``weight`` elements, output and target."""
-        if loss is not None:
+        if loss is None:
+            self._without_loss = True
+        else:
             self.loss.add(loss, weight)
         for update in self._updates:
             update(output, target)
@@ -63,17 +73,37 @@ class MeterSet:
             backend: for the values over all its processes, which all have to come here and get
                 the very same numbers; None: over this process alone.
         """
+        meters, make = self._all(), self._part
+        if backend is not None and backend.lazy:
+            meters, make = self._on_host(meters, backend.to_host), Mean
         if backend is None or backend.world_size == 1:
-            return self._values(self._all())
-        with meter_sync.over_ranks(self._all(), self._part, backend) as meters:
-            values = self._values(meters)
+            return self._values(meters)
+        with meter_sync.over_ranks(meters, make, backend) as everyones:
+            values = self._values(everyones)
         agreed: dict[str, float] = backend.broadcast_object(values)
         return agreed
+
+    def _on_host(self, meters: Mapping[str, Any], to_host: ToHost) -> dict[str, Any]:
+        """The meters, or copies on the CPU of those that a lazy device has, after one wait.
+
+        So no program of the device is made for it: it would be another at each phase, since what
+        a curve has gathered is never as long again.
+        """
+        states = {key: meter.state_dict() for key, meter in meters.items()}
+        found = dict(meters)
+        for key, state in _fetched(states, to_host).items():
+            if _on_device(states[key], self._device):
+                if key not in self._copies:
+                    self._copies[key] = copy.deepcopy(meters[key])
+                    self._copies[key].to(torch.device("cpu"))
+                found[key] = self._copies[key]
+                found[key].load_state_dict(state)
+        return found
 
     def _values(self, meters: Mapping[str, Any]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for key, meter in meters.items():
-            if key == "loss" and _only_parts(meters):
+            if key == "loss" and self._no_loss(meters):
                 continue
             value = meter.compute()
             if isinstance(value, Mapping):
@@ -84,6 +114,11 @@ class MeterSet:
                 metrics[f"{self.name}/{key}"] = _number(key, value)
         return metrics
 
+    def _no_loss(self, meters: Mapping[str, Any]) -> bool:
+        """The step measured outputs alone, or losses that make no sum: of several optimizers."""
+        alone = self._without_loss or len(meters) > 1
+        return alone and not meters["loss"].state_dict()["weight"]
+
     def _part(self) -> Mean:
         mean: Mean = Mean().to(self._device)
         return mean
@@ -92,6 +127,16 @@ class MeterSet:
     def names(self) -> list[str]:
         """Names of the meters, without the phase's; one may report several metrics."""
         return ["loss", *self.meters]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics, with the phase's; of a meter of several, as far as it says."""
+        found = []
+        for key, meter in {"loss": self.loss, **self.meters}.items():
+            parts = meter.higher_is_better
+            nested = [f"{key}/{name}" for name in parts] if isinstance(parts, Mapping) else []
+            found += [f"{self.name}/{name}" for name in nested or [key]]
+        return found
 
     def direction(self, metric: str) -> bool | None:
         """Whether a higher value of ``metric`` is better; None when that is not known."""
@@ -105,6 +150,20 @@ class MeterSet:
         for meter in self._all().values():
             meter.reset()
         self.parts.clear()
+        self._without_loss = False
+        self._separate()
+
+    def _separate(self) -> None:
+        if self.separate is not None:
+            self.separate(
+                [
+                    tensor
+                    for meter in self._all().values()
+                    for tensor in (
+                        meter.tensors() if isinstance(meter, TorchMetric) else meter.summed()
+                    )
+                ]
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """States of all meters by name."""
@@ -116,6 +175,7 @@ class MeterSet:
         for key, meter in self._all().items():
             if key in state:
                 meter.load_state_dict(state[key])
+        self._separate()
 
     def load_merged(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what several processes had measured together; for one of those that resume.
@@ -156,10 +216,18 @@ class MeterSet:
         return {"loss": self.loss, **parts, **self.meters}
 
 
-def _only_parts(meters: Mapping[str, Any]) -> bool:
-    """The step measured losses that make no sum: those of several optimizers, say."""
-    parts = any(key.startswith("loss/") for key in meters)
-    return parts and not meters["loss"].state_dict()["weight"]
+def _fetched(tree: Any, to_host: ToHost) -> Any:
+    """The tree with all its tensors on the host, after one wait."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = iter(to_host([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+    here = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(here, spec)
+
+
+def _on_device(tree: Any, device: torch.device) -> bool:
+    """Whether any tensor in it is there."""
+    leaves = pytree.tree_leaves(tree)
+    return any(isinstance(leaf, Tensor) and leaf.device.type == device.type for leaf in leaves)
 
 
 def _number(key: str, value: Any) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from phaseloop.engine.backends.base import Backend
 from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.recompute import recomputing
 
@@ -142,7 +143,7 @@ class ModelOptions:
         return words
 
 
-def lay_out(model: nn.Module, options: ModelOptions) -> None:
+def lay_out(model: nn.Module, options: ModelOptions, backend: Backend | None = None) -> None:
     """Before the backend takes the model: its layout in memory, and the checkpointed forwards."""
     if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -150,7 +151,7 @@ def lay_out(model: nn.Module, options: ModelOptions) -> None:
     if not chosen:
         return
     compiler = options.compiler
-    forward = recomputing(None if compiler is None else vars(compiler))
+    forward = recomputing(None if compiler is None else vars(compiler), backend)
     for module in chosen.values():
         # A bound method, which a deep copy of the module binds to the copy.
         module.forward = types.MethodType(forward, module)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Row:
     """One module.
@@ -106,12 +109,14 @@ def summarize_task(task: Task, depth: int = 2) -> Summary:
     """
     host, device = rng.HostGenerators(), task.backend.rng_state()
     try:
-        value = task.precision.cast_input(first_input(task))
+        lazy = task.backend.lazy  # what such a device makes of operations, nobody counts
+        value = task.precision.cast_input(first_input(task, CPU if lazy else task.device))
     except Exception as error:
         rows = _rows(task.bare_model, depth, None)
         return Summary(rows, problem=f"no sample could be read: {_describe(error)}")
     else:
-        return summarize(task.bare_model, value, depth)
+        model = _on_host(task) if lazy else task.bare_model
+        return summarize(model, value, depth)
     finally:
         host.put_back()
         task.backend.set_rng_state(device)
@@ -135,10 +140,10 @@ def summarize(model: nn.Module, value: Any, depth: int = 2) -> Summary:
     return Summary(_rows(model, depth, flops), uncounted)
 
 
-def first_input(task: Task) -> Any:
+def first_input(task: Task, device: torch.device) -> Any:
     """The model's input for the first sample of the training data, or of the first test set.
 
-    A batch of one, on the task's device. Seeds the host's generators; the caller puts them back.
+    A batch of one, on the device. Seeds the host's generators; the caller puts them back.
 
     Raises:
         Whatever the dataset or the collate function raises.
@@ -151,7 +156,19 @@ def first_input(task: Task) -> Any:
     request = Request(torch.tensor([0]), seed, None, 1, sources)
     batch = Reader(data.first, data.collate)[request]
     move = data.to_device or to_device
-    return Batch(move(batch, task.device), request.indices, 1).input
+    return Batch(move(batch, device), request.indices, 1).input
+
+
+def _on_host(task: Task) -> nn.Module:
+    """A copy of the model on the CPU; nothing is computed on the device for it."""
+    model = task.bare_model
+    there = [*model.parameters(), *model.buffers()]
+    values = task.backend.to_host([tensor.detach() for tensor in there])
+    copies: dict[int, Any] = {}
+    for tensor, value in zip(there, values, strict=True):
+        trained = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if trained else value
+    return copy.deepcopy(model, copies)
 
 
 def _twin(model: nn.Module) -> nn.Module:

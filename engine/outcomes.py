@@ -15,19 +15,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from phaseloop.engine import replica
 from phaseloop.engine.errors import PeerError
 
 WRONG_CONFIG = 2
+SIGNALLED = 128
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _STARTED_BY, _US = "PHASELOOP_STARTED_BY", "phaseloop"
 _OURS = "phaseloop"
 
-# What gloo, nccl and the store say when another process is gone, or does not come.
+# What gloo, nccl, Horovod and the store say when another process is gone, or does not come.
 _LOST = re.compile(
     r"Connection (closed|reset) by peer|gloo/transport|Broken pipe|Timed out waiting|"
     r"Connection was likely closed|Failed to recv|failed to send|Socket Timeout|"
     r"remote process exited|wait timeout|not all ranks|"
-    r"Watchdog caught collective operation timeout",
+    r"Watchdog caught collective operation timeout|Horovod has been shut down",
     re.IGNORECASE,
 )
 
@@ -42,6 +44,7 @@ class Outcome:
         text: what is printed of it.
         lost: it followed from another process's end.
         time: when, in seconds since 1970.
+        who: whose end it was, where that is not the process's rank.
     """
 
     code: int
@@ -49,6 +52,7 @@ class Outcome:
     text: str = ""
     lost: bool = False
     time: float = field(default_factory=time.time)
+    who: str = ""
 
 
 def say(error: BaseException, code: int, text: str) -> None:
@@ -59,30 +63,38 @@ def say(error: BaseException, code: int, text: str) -> None:
         text: what one process alone prints of it.
     """
     head = f"{type(error).__name__}: {error}".strip()
-    outcome = Outcome(code, head, text, is_lost(error))
+    mine = replica.mine()
+    who = "" if mine is None else f"rank {mine.rank}"
+    outcome = Outcome(code, head, text, is_lost(error), who=who)
     if leave(outcome) and os.environ.get(_STARTED_BY) == _US:
         return
     rank = os.environ.get("RANK")
-    if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        text = in_words(int(rank), outcome)
+    if outcome.who or (rank is not None and os.environ.get("WORLD_SIZE", "1") != "1"):
+        text = in_words(int(rank or 0), outcome)
     print(text, file=sys.stderr, flush=True)
 
 
 def in_words(rank: int, outcome: Outcome) -> str:
     """What is said of one process's error where there are several processes."""
     head, text = outcome.head, outcome.text.rstrip()
+    who = outcome.who or f"rank {rank}"
     if outcome.code == WRONG_CONFIG:
         return text
     if not text:
-        return f"rank {rank} {head}"
+        return f"{who} {head}"
     if outcome.lost or text == head:
-        return f"rank {rank}: {head}"
-    return f"rank {rank}: {head}\n{text}"
+        return f"{who}: {head}"
+    return f"{who}: {head}\n{text}"
+
+
+def precedence(outcome: Outcome) -> tuple[bool, bool, float]:
+    """To find, as the smallest, what happened first, but for what only followed from it."""
+    return outcome.lost, outcome.code > SIGNALLED, outcome.time
 
 
 def leave(outcome: Outcome) -> bool:
     """Write it where the launcher looks; whether one does."""
-    path = os.environ.get(_FILE)
+    path = _path()
     if not path:
         return False
     about = {"py_callstack": outcome.text, "timestamp": str(int(outcome.time))}
@@ -92,6 +104,28 @@ def leave(outcome: Outcome) -> bool:
     unfinished.write_text(json.dumps({"message": message, _OURS: asdict(outcome)}))
     unfinished.replace(path)
     return True
+
+
+def _path() -> str:
+    """Where this process leaves it, or this thread of several; empty: nobody looks."""
+    path, mine = os.environ.get(_FILE, ""), replica.mine()
+    return path if mine is None or not path else of_replica(path, mine.rank)
+
+
+def has_left() -> bool:
+    """This process, or this thread of several, has left one."""
+    return left(_path()) is not None
+
+
+def of_replica(path: str, rank: int) -> str:
+    """Where a thread leaves it, each of several that are the ranks of one process."""
+    return f"{path}.{rank}"
+
+
+def by_replica(world_size: int) -> list[Outcome | None]:
+    """What the threads of this process left, by rank."""
+    path = os.environ.get(_FILE, "")
+    return [left(of_replica(path, rank)) for rank in range(world_size)]
 
 
 def left(path: str) -> Outcome | None:

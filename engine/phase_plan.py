@@ -164,6 +164,10 @@ class PhasePlan:
             return False
         return self._epochs_are_over(progress)
 
+    def is_over(self, progress: Progress) -> bool:
+        """Nothing is left to do in the stage; one without updates may still test at its start."""
+        return self.train_is_over(progress) and not self.test_due_at_start(progress)
+
     def length_reached(self, progress: Progress) -> bool:
         """No update may follow, in the middle of an epoch or at its end.
 

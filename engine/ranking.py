@@ -52,8 +52,11 @@ class Ranking:
             )
         task.stages.check_comes(self.metric, f"{self.key}.metric")
         # Found now and not at the first test, which may be many epochs away.
-        known = [f"{phase}/{name}" for name in task.meter_sets[phase].names]
-        if f"{phase}/{meter.split('/')[0]}" not in known:
+        meters, known = task.meter_sets[phase].names, task.meter_sets[phase].metrics
+        name, _, part = meter.partition("/")
+        # One of several values that its meter does not name may come; a mode says what is better.
+        may_come = self.metric in known or bool(name in meters and part and self.mode)
+        if not may_come and (name not in meters or task.direction(self.metric) is None):
             raise ConfigError(f"{self.key}.metric", self._unknown(known))
         if self.mode is None:
             self._take_direction(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,17 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from phaseloop.engine.backends.base import Again, Backend
 from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.rng import HostGenerators
 
 
-def recomputing(compile: Mapping[str, Any] | None) -> Callable[..., Any]:
+def recomputing(
+    compile: Mapping[str, Any] | None, backend: Backend | None = None
+) -> Callable[..., Any]:
     """A function to be bound to modules in place of their class's forward.
 
     It is called ``forward``, so that a pickled module finds the one of its class again.
 
     Args:
         compile: options of ``torch.compile`` for what the module computes; None: as it is.
+        backend: of a device that torch's checkpoint may not know.
     """
 
     compiled: dict[type[nn.Module], Callable[..., Any]] = {}
@@ -33,18 +38,21 @@ def recomputing(compile: Mapping[str, Any] | None) -> Callable[..., Any]:
         own = types.MethodType(compiled[cls], self)
         if not torch.is_grad_enabled():  # in a test phase nothing is kept anyway
             return own(*args, **kwargs)
+        device = None if backend is None else backend.again(self, (args, kwargs))
         before = _Before(self)
+        options: dict[str, Any] = {
+            "use_reentrant": False,
+            "preserve_rng_state": True,
+            "context_fn": lambda: (nullcontext(), before.again(self, device)),
+        }
         try:
-            return checkpoint(
-                own,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=True,
-                context_fn=lambda: (nullcontext(), before.again(self)),
-                **kwargs,
-            )
+            if device is None:
+                return checkpoint(own, *args, **options, **kwargs)
+            # Without arguments, by which torch would look for the device.
+            output = checkpoint(functools.partial(own, *args, **kwargs), **options)
         finally:
             before.let_go()
+        return device.computed(output)
 
     if compile is None:
         return forward
@@ -97,8 +105,11 @@ class _Before:
         self._copies = {key: copy for key, copy in self._copies.items() if key in kept}
 
     @contextmanager
-    def again(self, module: nn.Module) -> Iterator[None]:
+    def again(self, module: nn.Module, device: Again | None) -> Iterator[None]:
         """Everything as it was before, and after it as it is now.
+
+        Args:
+            device: its part, where torch's checkpoint does not know it.
 
         Raises:
             PhaseloopError: a buffer that the forward left alone was changed since.
@@ -111,7 +122,8 @@ class _Before:
             m._buffers.update({name: copies.get(id(b), b) for name, b in were.items()})
         self._generators.put_back()
         try:
-            yield
+            with nullcontext() if device is None else device.state():
+                yield
         finally:
             generators.put_back()
             for m, now in buffers:

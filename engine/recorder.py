@@ -7,7 +7,7 @@ last one makes a row. Nothing is read from the device between log points.
 from __future__ import annotations
 
 import time
-import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from phaseloop.engine.backends.base import Backend
 from phaseloop.engine.errors import PhaseloopError
+from phaseloop.engine.marks import mark
 
 _COMPACT_AT = 1024
-_MARKS = 2**20  # a square of one, times as many processes as there will be, is an int64
 
 POSITION = ("stage", "phase", "update", "epoch", "time", "event")
 """What every row says of itself; no scalar may be called so."""
@@ -58,12 +58,16 @@ class Recorder:
         every: a row is due after every so many updates.
 
     Attributes:
+        to_host: of a lazy device: what it takes to read values of steps that are over. Nothing is
+            computed there between steps: each row would be a program of its own.
         due: a row is due at this step; sinks ask for it with :meth:`row`.
         events: what happened at this step that deserves a line of its own, such as a skip.
     """
 
     def __init__(self, every: int = 10) -> None:
         self.every = every
+        self.to_host: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self._full = False
         self.due = False
         self.events: list[dict[str, Any]] = []
         self._later: list[dict[str, Any]] = []
@@ -85,7 +89,10 @@ class Recorder:
         series.values.append(value)
         series.weights.append(weight)
         if len(series.values) >= _COMPACT_AT:
-            self._compact(series)
+            if self.to_host is None:
+                self._compact(series)
+            else:  # when the step is over
+                self._full = True
 
     def gauge(self, name: str, value: float) -> None:
         """Set a number that is logged as it is now, such as a learning rate."""
@@ -114,6 +121,11 @@ class Recorder:
             self.due = False
         if self.events or self._later:
             self.events, self._later = self._later, []
+        if self._full:
+            self._full = False
+            self._bring()
+            for series in self._series.values():
+                self._compact(series)
 
     def tick(self, updates: int) -> None:
         """Called when update number ``updates`` is counted."""
@@ -130,6 +142,7 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been recorded and not yet logged, and the gauges."""
+        self._bring()
         pending = {} if self.due else self._series
         return {
             "series": {
@@ -191,6 +204,7 @@ class Recorder:
         """By name, the sum of value times weight, and that of the weights; one wait for all."""
         if not self._series:
             return {}
+        self._bring()
         found = [(series.total(), series.weight()) for series in self._series.values()]
         on_device = [weight for _, weight in found if isinstance(weight, Tensor)]
         # In one tensor, so that there is one wait: weights on the device behind the totals.
@@ -201,6 +215,18 @@ class Recorder:
             name: (total, weight)
             for name, total, weight in zip(self._series, totals, weights, strict=True)
         }
+
+    def _bring(self) -> None:
+        """What a lazy device has, to the host: all of it in one wait."""
+        if self.to_host is None:
+            return
+        series = list(self._series.values())
+        weights = [w for s in series for w in s.weights if isinstance(w, Tensor)]
+        came = iter(self.to_host([*(v for s in series for v in s.values), *weights]))
+        for own in series:
+            own.values = [next(came) for _ in own.values]
+        for own in series:
+            own.weights = [next(came) if isinstance(w, Tensor) else w for w in own.weights]
 
     @staticmethod
     def _compact(series: _Series) -> None:
@@ -217,9 +243,7 @@ def _agreed_names(backend: Backend, names: list[str]) -> list[str]:
 
     Nearly always all have the same; whether so is found by a sum, and only else are they sent.
     """
-    mark = zlib.crc32("\n".join(names).encode()) % _MARKS
-    total, squares = backend.total_on_host(torch.tensor([mark, mark * mark])).tolist()
-    if total**2 == squares * backend.world_size:
+    if backend.same(mark("\n".join(names))):
         return names
     return sorted({name for own in backend.all_gather_object(names) for name in own})
 

@@ -96,6 +96,7 @@ datasets = Registry("dataset")
 collates = Registry("collate function")
 samplers = Registry("sampler")
 batch_transforms = Registry("batch transform")
+augmentations = Registry("augmentation")
 transfers = Registry("to_device function")
 criteria = Registry("criterion")
 meters = Registry("meter")
@@ -111,6 +112,7 @@ def register_train_step(
     takes: str = "micro_batch",
     one_piece: bool = False,
     across_samples: bool = False,
+    check: Callable[[Any, Any], None] | None = None,
     replace: bool = False,
 ) -> Callable[[T], T]:
     """Register a train step: a function of the task, or a class whose instances are called with it.
@@ -124,6 +126,9 @@ def register_train_step(
         one_piece: it cannot work on a batch that is cut into several micro-batches.
         across_samples: its loss looks at the samples of a pass together, and not at each: where
             a batch is cut, by micro-batches or processes, one warning says so.
+        check: called as ``check(task, step)`` once all is built, before any batch is read; it
+            raises ConfigError for what the step needs and the task has not. A class may have a
+            method ``check(task)`` as well.
         replace: take the place of an earlier entry.
 
     Raises:
@@ -136,6 +141,7 @@ def register_train_step(
         takes=takes,
         one_piece=one_piece,
         across_samples=across_samples,
+        check=check,
     )
 
 
@@ -162,6 +168,7 @@ register_model = models.register
 register_dataset = datasets.register
 register_collate = collates.register
 register_batch_transform = batch_transforms.register
+register_augmentation = augmentations.register
 register_to_device = transfers.register
 register_criterion = criteria.register
 register_meter = meters.register

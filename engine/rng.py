@@ -6,7 +6,9 @@ how many draws came before it.
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +30,22 @@ MIX_ORDER = 0xB5B22F6EDA2F72BD
 SAMPLER = 0xB7A56C61657D4E5C
 LIMIT = 0x55EA09E5715D0A8D
 REBUILD = 0xCF44886E54F424CE
+AUGMENT = 0x5D69825FE9A39338
 
 _MASK = (1 << 64) - 1
+
+alone = threading.RLock()
+"""Held while the global generators are set to something for a while, and put back: where ranks are
+threads of one process, all of them share these."""
+
+
+def _renew() -> None:
+    """In a worker: whoever held the lock when it was forked is not there to let go of it."""
+    global alone
+    alone = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def mix(state: int, *parts: int) -> int:
@@ -56,9 +72,10 @@ def seed_host(seed: int) -> None:
     ``torch.manual_seed`` would also seed every device and costs forty times as much; device
     generators belong to the backend.
     """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
+    with alone:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
 
 
 class HostGenerators:
@@ -67,32 +84,50 @@ class HostGenerators:
     __slots__ = ("_numpy", "_python", "_torch")
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.default_generator.get_state()
+        with alone:
+            self._python = random.getstate()
+            self._numpy = np.random.get_state()
+            self._torch = torch.default_generator.get_state()
 
     def put_back(self) -> None:
         """Set the generators to the states that this object holds."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.default_generator.set_state(self._torch)
+        with alone:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            torch.default_generator.set_state(self._torch)
 
 
 @contextmanager
 def aside(seed: int) -> Iterator[None]:
     """The three generators seeded afresh within, and as they were behind it."""
-    states = HostGenerators()
-    try:
-        seed_host(seed)
-        yield
-    finally:
-        states.put_back()
+    with alone:
+        states = HostGenerators()
+        try:
+            seed_host(seed)
+            yield
+        finally:
+            states.put_back()
 
 
 def host_state() -> dict[str, Any]:
     """States of the three generators as tensors and plain Python, for a checkpoint."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    with alone:
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    return _plain(*states)
+
+
+def host_state_of(seed: int) -> dict[str, Any]:
+    """The same as they would be after :func:`seed_host`; none is touched."""
+    return _plain(
+        random.Random(seed).getstate(),
+        np.random.RandomState(seed & 0xFFFFFFFF).get_state(),
+        torch.Generator().manual_seed(seed).get_state(),
+    )
+
+
+def _plain(python: Any, numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+    version, numbers, gauss = python
+    kind, keys, position, has_gauss, cached = numpy
     return {
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": [
@@ -102,14 +137,15 @@ def host_state() -> dict[str, Any]:
             int(has_gauss),
             float(cached),
         ],
-        "torch": torch.default_generator.get_state(),
+        "torch": of_torch,
     }
 
 
 def set_host_state(state: dict[str, Any]) -> None:
     """The reverse of :func:`host_state`."""
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.default_generator.set_state(state["torch"])
+    with alone:
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.default_generator.set_state(state["torch"])

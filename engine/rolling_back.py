@@ -42,11 +42,7 @@ def roll_back(task: Task, reason: str, most: int) -> None:
         )
     saved = None
     if task.store is not None:
-        # The newest may still be on its way.
-        if task.agreement is None:
-            task.writer.settle()
-        else:
-            task.agreement.wait_for_primary(task.writer.ended)
+        task.wait_for_save()  # the newest may still be on its way
         store = task.store
         saved = chosen_by_primary(task, lambda: next(store.whole(), None))
     if saved is None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import yaml
 
+from phaseloop.engine import replica
 from phaseloop.engine.disk import make_folder, replace
 from phaseloop.engine.errors import ConfigError, InUseError
 from phaseloop.engine.log_file import LogFile
@@ -255,7 +256,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(self._key, f"{path} cannot be written: {error.strerror}") from None
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(self._handler)
+        log.addHandler(replica.keep_to_mine(self._handler))
 
     def stop_log(self) -> None:
         """Close ``log.txt``."""

@@ -89,7 +89,9 @@ class _Whole:
         seen = (part.untyped_storage()._cdata, part.storage_offset(), tensor.shape, tensor.dtype)
         if seen not in self._gathered:
             self._alive.append(part)
-            gathered = tensor.detach().full_tensor()
+            # torch 2.9 cannot gather what has no elements.
+            some = tensor.numel() > 0
+            gathered = tensor.detach().full_tensor() if some else part.new_empty(tensor.shape)
             self._gathered[seen] = self._copied(gathered, part) if self._keep else None
         return self._gathered[seen]
 
@@ -173,10 +175,20 @@ def norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     # A largest element of none would be an error.
     parts = [part if part.numel() else part.new_zeros(1) for part in parts]
     each = torch.stack(torch._foreach_norm(parts, p))
+    if p == float("inf") and _loses_nan(each):
+        each = torch.where(torch.stack([part.isnan().any() for part in parts]), float("nan"), each)
     first = next((t for t in tensors if is_shard(t)), None)
     return (
         each if first is None else _over_processes(each, [is_shard(t) for t in tensors], first, p)
     )
+
+
+def _loses_nan(tensor: Tensor) -> bool:
+    """On XLA the largest of some numbers is that of the others where one is NaN, and so are bounds.
+
+    torch's own devices give NaN.
+    """
+    return tensor.device.type == "xla"
 
 
 def _over_processes(each: Tensor, sharded: Sequence[bool], first: Any, p: float) -> Tensor:
@@ -204,7 +216,7 @@ def _mask(sharded: tuple[bool, ...], device: torch.device) -> Tensor:
 def clip_norm(parameters: Iterable[Parameter], most: float, p: float) -> Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``; the norm is an ordinary tensor, and everywhere."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm: Tensor = torch.linalg.vector_norm(norms(gradients, p), p)
+    norm = norms([norms(gradients, p)], p)[0]
     factor = torch.clamp(most / (norm + _EPSILON), max=1.0)
     torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
     return norm
@@ -213,5 +225,9 @@ def clip_norm(parameters: Iterable[Parameter], most: float, p: float) -> Tensor:
 def clip_value(parameters: Iterable[Parameter], most: float) -> None:
     """As ``torch.nn.utils.clip_grad_value_``."""
     parts = [local(p.grad) for p in parameters if p.grad is not None]
+    if _loses_nan(parts[0]):
+        for part in parts:
+            part.copy_(torch.where(part.isnan(), part, part.clamp(-most, most)))
+        return
     torch._foreach_clamp_min_(parts, -most)
     torch._foreach_clamp_max_(parts, most)

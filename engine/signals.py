@@ -8,12 +8,13 @@ sets a flag. Only where the run waits for data, with every window closed, does i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,8 @@ log = logging.getLogger("phaseloop")
 _ANSWER = b"\nstopping at the next border; Ctrl-C twice within a second leaves at once, unsaved\n"
 _LOOK = 0.05  # seconds between two looks at whether a save is over
 _TO_SAY = 2.0  # seconds for the last words before the process leaves
+_SAME = 0.05  # seconds in which nobody presses twice: one came by several ways
+_TO_LEAVE = 3.0  # seconds that threads have after a second Ctrl-C
 _AT_ONCE = 1.0  # a second Ctrl-C within this many seconds does not wait for a border
 
 
@@ -33,7 +36,8 @@ class Signals:
     """Handlers for SIGTERM, SIGHUP and SIGINT while a run lasts.
 
     Handlers found are called too, and put back by :meth:`restore`. A SIGHUP that is ignored
-    stays so. Outside the main thread nothing is installed, since Python does not allow it there.
+    stays so. Outside the main thread, where Python allows no handlers, it is a :class:`Receiver`
+    that they come from, in a process that has one.
 
     Args:
         grace: seconds after SIGTERM or SIGHUP in which a border has to be reached; after that
@@ -59,6 +63,8 @@ class Signals:
     def install(self) -> None:
         """Take over SIGTERM, SIGHUP and SIGINT."""
         if threading.current_thread() is not threading.main_thread():
+            if Receiver.here is not None:
+                Receiver.here.add(self)
             return
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
@@ -69,6 +75,8 @@ class Signals:
         """Put back the handlers found, and call off the time limit."""
         if self._timer is not None:
             self._timer.cancel()
+        if Receiver.here is not None:
+            Receiver.here.remove(self)
         for number, handler in self._previous.items():
             # None: the handler was not set from Python and cannot be set from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -93,16 +101,20 @@ class Signals:
         """Name of the signal received, such as ``SIGTERM``."""
         return signal.Signals(self.received).name if self.received else ""
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int) -> None:
+        """A signal has come; with its time limit, which Ctrl-C has none of."""
         if self.received is None:
             self.received = number
+        if number != signal.SIGINT:
+            self._start_timer(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.receive(number)
         if number == signal.SIGHUP:
             _leave_terminal()
         self._chain(number, frame)
         if number == signal.SIGINT:
             self._second_interrupt()
-        else:
-            self._start_timer(number)
         if self.waiting:
             self.waiting = False
             raise Interrupted
@@ -142,6 +154,75 @@ class Signals:
             )
         finally:
             os._exit(128 + number)
+
+
+class Receiver:
+    """Takes the signals of a process whose ranks are threads, in its main thread, for all of them.
+
+    Before any of them trains, and after the last has, a signal ends the process at once.
+
+    Args:
+        abort: called when a second Ctrl-C ends the run at once: lets go of those who wait.
+
+    Attributes:
+        here: the one of this process.
+    """
+
+    here: Receiver | None = None
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._runs: dict[int, Signals] = {}
+        self._received: int | None = None
+        self._last_interrupt = -_AT_ONCE
+
+    def install(self) -> None:
+        """Take over SIGTERM, SIGHUP and SIGINT; in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup's doing
+            signal.signal(number, self._handle)
+        Receiver.here = self
+
+    def add(self, run: Signals) -> None:
+        """The run of this thread; one that comes late learns what the others have."""
+        self._runs[threading.get_ident()] = run
+        if self._received is not None:
+            run.receive(self._received)
+
+    def remove(self, run: Signals) -> None:
+        """It is over."""
+        self._runs = {thread: other for thread, other in self._runs.items() if other is not run}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        runs = dict(self._runs)
+        if not runs:
+            os._exit(128 + number)
+        self._received = self._received or number
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        for run in runs.values():
+            run.receive(number)
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if now - self._last_interrupt <= _SAME:
+            return
+        if now - self._last_interrupt <= _AT_ONCE:
+            self._leave_at_once(list(runs))
+        else:
+            os.write(2, _ANSWER)
+        self._last_interrupt = now
+
+    def _leave_at_once(self, threads: list[int]) -> None:
+        """Each thread gets a KeyboardInterrupt; one that does not come to it is not waited for."""
+        timer = threading.Timer(_TO_LEAVE, os._exit, [128 + signal.SIGINT])
+        timer.daemon = True
+        timer.start()
+        for thread in threads:
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+        self._abort()
 
 
 def say_within(seconds: float, text: str, level: int = logging.ERROR) -> None:

@@ -188,11 +188,19 @@ class Stages:
         self._guard = guard
         self._task.train_step = guard(self.steps[self._task.progress.stage][0])
 
+    def tell_step(self, event: str) -> None:
+        """Call the method of this name of the step at hand, where it has one, with the task."""
+        step, _ = self.steps[self._task.progress.stage]
+        method = getattr(step, event, None)
+        if callable(method):
+            method(self._task)
+
     def go_on(self) -> bool:
         """Enter the next stage; False: there is none."""
         task, progress = self._task, self._task.progress
         if progress.stage + 1 >= len(self.given) or task.test_only:
             return False
+        tested = self._tested()
         progress.stage += 1
         progress.stage_epochs = progress.epoch
         progress.stage_updates = progress.updates
@@ -201,8 +209,15 @@ class Stages:
         progress.stage_moved = dict(progress.moved)
         progress.ended_early = False
         self.enter()
+        if task.plan.test_sets and self._tested() != tested:
+            progress.tested_at = -1  # what was tested at this update was something else
         log.info("stage %s", self.label(progress.stage))
         return True
+
+    def _tested(self) -> tuple[int, list[str]]:
+        """What a test in the stage at hand is: its step and its sets."""
+        step, _ = self.steps[self._task.progress.stage]
+        return id(step), self._task.plan.test_sets
 
     def plan(self, number: int, origin: Origin) -> PhasePlan:
         """The plan of one stage that begins at ``origin``."""

@@ -23,6 +23,7 @@ class StepFacts:
         one_piece: it cannot work on a batch that is cut into several micro-batches.
         across_samples: its loss looks at the samples of a pass together.
         name: as it is registered, or that of the function or class.
+        check: ``check(task, step)`` says at the start what the step needs and the task has not.
     """
 
     whole_model_forward: bool = False
@@ -30,13 +31,14 @@ class StepFacts:
     one_piece: bool = False
     across_samples: bool = False
     name: str = ""
+    check: Callable[[Any, Step], None] | None = None
 
 
 def resolve_step(step: str | Step) -> tuple[Step, StepFacts]:
     """The step to call, and its facts.
 
     A step that is not registered may declare them as attributes of the same names as the arguments
-    of ``register_train_step``.
+    of ``register_train_step``; its ``check`` is called with the task alone, as a method is.
 
     Raises:
         ConfigError: it is neither a registered name nor callable.
@@ -71,4 +73,5 @@ def _facts(declared: Mapping[str, Any], name: str) -> StepFacts:
         one_piece=bool(declared.get("one_piece", False)),
         across_samples=bool(declared.get("across_samples", False)),
         name=name,
+        check=declared.get("check"),
     )

@@ -172,7 +172,7 @@ class Stepping(Turns):
 
     def measure(
         self,
-        loss: Tensor,
+        loss: Tensor | None,
         output: Any,
         target: Any,
         parts: Mapping[str, Tensor] | None = None,
@@ -181,7 +181,8 @@ class Stepping(Turns):
         """Note a loss that the step computed itself; ``criterion`` does this for its own.
 
         Args:
-            loss: mean over the micro-batch's samples, one element.
+            loss: mean over the micro-batch's samples, one element; None: there is none, as in the
+                test of a step that only measures outputs.
             output, target: what the meters are given.
             parts: named parts of the loss, each a mean as the loss is.
             weight: number of elements that they are means over, where that is not the number of
@@ -197,10 +198,13 @@ class Stepping(Turns):
                 weight = batch.weight
             elif isinstance(weight, Tensor):
                 weight = scalar(weight, "measure(weight=...)")
-            value = loss.detach() if loss.dim() == 0 else scalar(loss, "criterion")
-            self.meters.update(value, weight, output, target)
-            if self.train:
-                self.recorder.add("loss", value, weight)
+            if loss is None:
+                self.meters.update(None, weight, output, target)
+            else:
+                value = loss.detach() if loss.dim() == 0 else scalar(loss, "criterion")
+                self.meters.update(value, weight, output, target)
+                if self.train:
+                    self.recorder.add("loss", value, weight)
             if parts:
                 self._measure_parts(parts, weight)
         self.hooks.on_loss_and_meter(self)  # type: ignore[arg-type]

@@ -50,11 +50,16 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def state_with(model: nn.Module, values: Mapping[int, Tensor]) -> dict[str, Any]:
-    """``model.state_dict()`` with other values for the tensors with these ids, shared ones too."""
+    """``model.state_dict()`` with other values for the tensors with these ids.
+
+    What is one tensor in the model is one object in the result.
+    """
     state: dict[str, Any] = model.state_dict()
-    if values:
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            state[name] = values.get(id(tensor), state[name])
+    first: dict[int, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            value = values.get(id(tensor), state[name])
+            state[name] = first.setdefault(id(tensor), value)
     return state
 
 

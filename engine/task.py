@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phaseloop.engine import assembly, rng
+from phaseloop.engine import assembly, registry, rng
 from phaseloop.engine.accumulator import Accumulator
-from phaseloop.engine.backends import Backend, Ddp, Single, joining
+from phaseloop.engine.backends import Backend, joining
 from phaseloop.engine.checkpoint.contents import small_state
 from phaseloop.engine.checkpoint.optimizer_state import parameter_names
 from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
+from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
+from phaseloop.engine.images import Images
 from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
 from phaseloop.engine.phase_plan import PhasePlan
@@ -46,8 +48,8 @@ MakeOptimizer = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 
 def _backend() -> Backend:
     """What ``backend=auto`` is."""
-    joined = joining.found()
-    return Single() if joined is None or joined.world_size == 1 else Ddp()
+    made: Backend = registry.backends.get(joining.usual()).target()
+    return made
 
 
 class Task(Stepping):
@@ -76,7 +78,8 @@ class Task(Stepping):
         model_options: compilation, memory layout, activation checkpointing.
         weights: what the model's tensors are at the start of the run, or just the path of it.
         backend: how to run; None: as one of several processes by ``Ddp``, where a launcher such as
-            torchrun has started this one so; else this process, on a GPU where there is one.
+            torchrun has started this one so, by ``Horovod`` where horovodrun has, or ``Xla`` where
+            torch_xla has; else this process, on a GPU where there is one.
         seed: of everything random.
         run: the run's folder and how it behaves as a process.
         debug: short cuts for a quick try.
@@ -148,6 +151,7 @@ class Task(Stepping):
             self.meter_sets[name] = MeterSet(name, copy.deepcopy(own))
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
+        self.images = Images()
         self.signals = Signals(self.run.grace)
         self.swapping = Swapping(model)
         self.averages: dict[str, dict[str, Tensor]] = {}
@@ -183,6 +187,16 @@ class Task(Stepping):
             self._store = Store(self.folder.checkpoints)
         return self._store
 
+    def wait_for_save(self) -> None:
+        """Wait until no save is in flight, all processes together, however long it takes.
+
+        What came of it is still to be told, see :meth:`Writer.wait`.
+        """
+        if self.agreement is None:
+            self.writer.settle()
+        else:
+            self.agreement.wait_for_primary(self.writer.ended)
+
     @property
     def resumed_here(self) -> bool:
         """Resumed from a checkpoint of this run, which knows how long the files in the folder were.
@@ -215,7 +229,34 @@ class Task(Stepping):
         if isinstance(value, Tensor):
             self.recorder.add(name, scalar(value, f"record({name!r})"), weight)
         else:
-            self.recorder.add(name, torch.full((), float(value), device=self.device), weight)
+            device = None if self.backend.lazy else self.device
+            self.recorder.add(name, torch.full((), float(value), device=device), weight)
+
+    def record_image(self, name: str, image: Tensor) -> None:
+        """Have a picture written, by TensorBoard and as a PNG; of several processes the primary's.
+
+        One of a train step belongs to its update, and is written when that is counted; where it is
+        left out, so is the picture. One from outside a step is written at once. Of two with one
+        name at one update the later stands.
+
+        Args:
+            name: letters, digits, ``_``, ``-``, ``.``, and ``/`` between parts.
+            image: [C, H, W], C 1 (grey) or 3 (red, green, blue); floating point from 0 to 1, what
+                lies beyond is cut off; or uint8. It is copied; the device is waited for when it is
+                written.
+
+        Raises:
+            ConfigError: the name or the image is of another kind.
+            PhaseloopError: called before the first phase has begun.
+        """
+        if self.running_status is None:
+            raise PhaseloopError(
+                "record_image() has its first place at on_phase_start: before it a run does not "
+                "know yet which pictures it has"
+            )
+        self.images.add(name, image, self.backend.lazy)
+        if self.images.waiting and self.accumulator.closed:
+            self.images.give(self.progress.updates, self.backend)
 
     def compute_metrics(self) -> None:
         """Sync the meters of the phase at hand over processes and read them, once per phase."""
@@ -261,9 +302,27 @@ class Task(Stepping):
 
     def seed_all(self) -> None:
         """Start every generator of this process afresh, from the seed and the rank alone."""
-        seed = rng.mix(self.seed, rng.START, self.backend.rank)
-        rng.seed_host(seed)
-        self.backend.seed_device(seed)
+        if self.backend.draws_on_host:
+            rng.seed_host(self._start_seed())
+        self.seed_device()
+
+    def seed_device(self) -> None:
+        """Start the device's generator afresh, likewise."""
+        self.backend.seed_device(self._start_seed())
+
+    def _start_seed(self) -> int:
+        return rng.mix(self.seed, rng.START, self.backend.rank)
+
+    def host_state(self) -> dict[str, Any]:
+        """States of this rank's generators on the host, for a checkpoint."""
+        if self.backend.draws_on_host:
+            return rng.host_state()
+        return rng.host_state_of(self._start_seed())
+
+    def set_host_state(self, state: dict[str, Any]) -> None:
+        """The reverse."""
+        if self.backend.draws_on_host:
+            rng.set_host_state(state)
 
     def small_state(self) -> dict[str, Any]:
         """Copies of everything of a checkpoint that a test phase may change."""
@@ -276,7 +335,7 @@ class Task(Stepping):
         """
         if self.random_before_test is not None:
             states = self.random_before_test
-            rng.set_host_state(states["host"])
+            self.set_host_state(states["host"])
             self.backend.set_rng_state(states["device"])
             self.random_before_test = None
 

@@ -103,6 +103,11 @@ class TorchMetric:
             if isinstance(default, list) and isinstance(getattr(part, name), list)
         ]
 
+    def tensors(self) -> list[Tensor]:
+        """The states that are no lists."""
+        values = [getattr(part, name) for part in self._parts() for name in part._defaults]
+        return [value for value in values if isinstance(value, Tensor)]
+
     def states(self) -> list[PartState]:
         """The states of all parts, nothing copied; for other processes."""
         return metric_states.read(self._parts())

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from phaseloop.engine import alike, outcomes, registry, shards
+from phaseloop.engine import alike, outcomes, registry, replica, shards
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
@@ -120,7 +120,8 @@ class Trainer:
             told = self._told(error)
             self._fail(told or error)
             if told is not None:
-                raise told from (error.__cause__ if isinstance(error, CheckpointError) else error)
+                cause = error.__cause__ if isinstance(error, CheckpointError) else error
+                raise told from (told.__cause__ or cause)
             raise
         else:
             return self._end(outcome)
@@ -132,23 +133,35 @@ class Trainer:
         # What is written into a folder that was moved fails in as many ways as there are hooks.
         if isinstance(error, OSError | CheckpointError):
             return lost_place(self.task)
+        followed = self.task.backend.followed_from(error)
+        if followed is not None:
+            return followed
         waited = self.task.backend.waited_in_vain(error)
         return PeerError(waited) if waited else None
 
     def _walk(self) -> None:
         """The loop."""
         task, hooks = self.task, self.hooks
+        lazy = task.backend.lazy
         while task.advance_phase():
             train_step = task.train_step
             if task.phase.fresh:
                 task.phase.fresh = False
+                task.stages.tell_step("on_phase_start")
                 hooks.on_phase_start(task)
+            if lazy:  # what a border has left to do is no part of a step's program
+                task.backend.mark_step()
             while task.has_batch():
                 if not task.step_is_empty:  # a collate function that gave None is skipped
                     train_step(task)
                 task.commit()
+                if lazy:
+                    task.backend.mark_step()
                 hooks.on_step(task)
             if task.phase.done:
+                if lazy:  # nor of what is read here
+                    task.backend.mark_step()
+                task.stages.tell_step("on_phase_end")
                 hooks.on_phase_end(task)
         hooks.on_loop_end(task)
 
@@ -216,7 +229,7 @@ class Trainer:
         # What another process has said itself of its error is in a PeerError.
         told = _ELSEWHERE if lost and not isinstance(error, PeerError) else _describe(error)
         outcome = self._outcome("failed", told)
-        task.backend.failed()
+        task.backend.failed(error)
         hint = _hint(error)
         # Whoever called says these in a sentence; twice would be once too often. What only follows
         # from another process's error is said there.
@@ -272,12 +285,13 @@ class _Life:
 
     def begin(self) -> None:
         task, undo = self._task, self._undo
-        undo.callback(log.setLevel, log.level)
+        if replica.mine() is None:  # of several threads one would set it while others still speak
+            undo.callback(log.setLevel, log.level)
         log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-        if not log.handlers:
+        if not log.handlers or replica.mine() is not None:
             console = ConsoleHandler() if task.primary else logging.NullHandler()
             undo.callback(log.removeHandler, console)
-            log.addHandler(console)
+            log.addHandler(replica.keep_to_mine(console))
         undo.callback(task.backend.teardown)
         task.backend.setup()
         if task.folder is not None:

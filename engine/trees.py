@@ -33,11 +33,9 @@ def map_tensors(
         data, order, back = (None if part is None else function(part) for part in parts)
         return PackedSequence(data, value.batch_sizes, order, back)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
-        return _mapping(inner, value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(inner(part) for part in value))
+        return with_items(value, {key: inner(part) for key, part in value.items()})
     if isinstance(value, (list, tuple)):
-        return type(value)(inner(part) for part in value)
+        return like_tuple(value, [inner(part) for part in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f.name for f in dataclasses.fields(value) if f.init]
         return dataclasses.replace(value, **{name: inner(getattr(value, name)) for name in fields})
@@ -49,13 +47,16 @@ def copied(tree: Any) -> Any:
     return map_tensors(lambda t: t if t.requires_grad else t.clone(), tree, copy.deepcopy)
 
 
-def _mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
-    mapped = {key: inner(part) for key, part in value.items()}
-    if type(value) is dict:
-        return mapped
+def like_tuple(value: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    """These parts as a list, tuple or named tuple of the type of ``value``."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``value``, with its items and these, which take their place."""
     if isinstance(value, MutableMapping):
         # Copied, since a type of its own may hold more than its items: a default, say.
         changed = copy.copy(value)
-        changed.update(mapped)
+        changed.update(items)
         return changed
-    return type(value)(mapped)  # type: ignore[call-arg]
+    return type(value)({**value, **items})  # type: ignore[call-arg]

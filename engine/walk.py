@@ -105,7 +105,7 @@ class Walk(Fetching):
         if self.plan.keeps_time:
             self._keep_time()  # type: ignore[misc]
         if not progress.tests_due and not progress.epoch_open:
-            while self.plan.train_is_over(progress) and not self._tests_only():
+            while self.plan.is_over(progress) and not self._tests_only():
                 if not self.stages.go_on():
                     return False
                 if self.agreement is not None:
@@ -154,7 +154,7 @@ class Walk(Fetching):
         """Nothing is left to do: every update made, every test run."""
         progress = self.progress
         return (
-            self.plan.train_is_over(progress)
+            self.plan.is_over(progress)
             and not progress.epoch_open
             and not progress.tests_due
             and progress.stage + 1 == len(self.stages.given)

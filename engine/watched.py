@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,16 +42,28 @@ class Found(NamedTuple):
 
 
 class Watched:
-    """What has been watched since it was last looked at, in order."""
+    """What has been watched since it was last looked at, in order.
 
-    def __init__(self) -> None:
+    Args:
+        to_host: of a lazy device: what it takes to read values of steps that are over. Else each
+            number of values would be a program of its own.
+    """
+
+    def __init__(self, to_host: Callable[[list[Tensor]], list[Tensor]] | None = None) -> None:
+        self._to_host = to_host
         self._seen: list[Seen] = []
         self._older: Tensor | None = None  # on the device: number of the first bad update, or 0
 
     def add(self, seen: Seen) -> None:
         self._seen.append(seen)
-        if len(self._seen) >= _KEPT:
-            self._condense()
+        if len(self._seen) < _KEPT:
+            return
+        if self._to_host is None:
+            self._condense(self._seen)
+            self._seen = []
+        elif over := [entry for entry in self._seen if entry.update < seen.update]:
+            self._condense(over)
+            self._seen = self._seen[len(over) :]
 
     def first_bad(self) -> Found | None:
         """Here the host waits for the device."""
@@ -58,7 +71,7 @@ class Watched:
             return Found(update)
         if not self._seen:
             return None
-        bad = self._flags()
+        bad = self._flags(self._seen)
         if not bool(bad.any()):
             return None
         index = int(bad.int().argmax())
@@ -66,15 +79,17 @@ class Watched:
         earlier = [entry for entry in self._seen[:index] if entry.update < seen.update]
         return Found(seen.update, seen, earlier[-1] if earlier else None)
 
-    def _flags(self) -> Tensor:
-        return ~torch.stack([entry.value.reshape(()) for entry in self._seen]).isfinite()
+    def _flags(self, seen: list[Seen]) -> Tensor:
+        values = [entry.value for entry in seen]
+        if self._to_host is not None:
+            values = self._to_host(values)
+        return ~torch.stack([value.reshape(()) for value in values]).isfinite()
 
-    def _condense(self) -> None:
+    def _condense(self, seen: list[Seen]) -> None:
         """On the device, so that what waits for a log point is bounded; the samples are let go."""
-        bad = self._flags()
-        updates = torch.tensor([entry.update for entry in self._seen], device=bad.device)
+        bad = self._flags(seen)
+        updates = torch.tensor([entry.update for entry in seen], device=bad.device)
         first = torch.where(bad.any(), updates[bad.int().argmax()], 0)
         self._older = (
             first if self._older is None else torch.where(self._older > 0, self._older, first)
         )
-        self._seen = []

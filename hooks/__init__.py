@@ -19,6 +19,7 @@ from phaseloop.hooks import (
     freeze,
     garbage,
     gradient_norm,
+    images,
     learning_rate,
     meter_sync,
     metrics_file,
@@ -27,6 +28,7 @@ from phaseloop.hooks import (
     precise_bn,
     progress,
     row_sync,
+    teacher,
     tensorboard,
     watchdog,
 )
@@ -68,6 +70,7 @@ __all__ = [
     "freeze",
     "garbage",
     "gradient_norm",
+    "images",
     "learning_rate",
     "meter_sync",
     "metrics_file",
@@ -75,6 +78,7 @@ __all__ = [
     "non_finite",
     "precise_bn",
     "progress",
+    "teacher",
     "tensorboard",
     "watchdog",
 ]

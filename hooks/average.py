@@ -169,11 +169,11 @@ class Average(Hook):
 
     def _sample(self, task: Task) -> None:
         averages = task.averages.setdefault(self.name, {})
-        if self._pairs is None or self._pairs.averages is not averages:  # these were restored
-            self._pairs = _Pairs(places(task.bare_model), averages, self.buffers == "average")
         if self.samples == 0:
-            self._pairs.copy()
-        else:
+            averages.clear()  # what is missing is made, with the present values
+        if not averages or self._pairs is None or self._pairs.averages is not averages:
+            self._pairs = _Pairs(places(task.bare_model), averages, self.buffers == "average")
+        if self.samples:
             if self._moves is None or self.warmup:
                 self._moves = self._make_moves()
             self._pairs.move(self._moves, self.samples)
@@ -243,7 +243,7 @@ class _Pairs:
 
     Args:
         there: the model's tensors by name.
-        averages: by the same names; filled where it is empty.
+        averages: by the same names; filled, with the present values, where it is empty.
         average_buffers: average floating-point buffers too, and do not only copy them.
     """
 
@@ -273,16 +273,6 @@ class _Pairs:
             else:
                 self._copied.append(average)
                 self._copied_from.append((owner, place.key))
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        """All averages are the present values."""
-        for targets, sources in (
-            (self._moved, self._moved_from),
-            (self._copied, self._copied_from),
-        ):
-            if targets:
-                torch._foreach_copy_(targets, [local(owner[key]) for owner, key in sources])
 
     def move(self, average: Callable[..., None], samples: int) -> None:
         """One more sample, by a function of ``torch.optim.swa_utils``; what is only copied is."""

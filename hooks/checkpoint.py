@@ -212,8 +212,7 @@ class Checkpoint(Hook):
         assert task.store is not None
         begun = time.perf_counter()
         # One save is in flight: what is waited for it, this one costs.
-        if task.agreement is not None:
-            task.agreement.wait_for_primary(task.writer.ended)
+        task.wait_for_save()
         self._tell(task)
         name = store.folder_name(task.progress.updates, task.progress.saves + 1)
         # Before it is written, so that it knows itself; and with what is removed afterwards, so
@@ -228,8 +227,8 @@ class Checkpoint(Hook):
                 self.written = [kept for kept in self.written if kept not in doomed]
                 contents.count(task)
                 self._saved_at = task.clock()
-                if not self.background and task.agreement is not None:
-                    task.agreement.wait_for_primary(task.writer.ended)
+                if not self.background:
+                    task.wait_for_save()
                 return
             facts, files, then = collected.facts, collected.files, _status(task)
             save = Save(task.store, name, facts, files, doomed, then, begun=begun)
@@ -237,7 +236,7 @@ class Checkpoint(Hook):
                 task.writer.begin(save, collected.parts, collected.own)
             elif task.agreement is not None:
                 task.writer.begin(save, collected.parts, copies=False)
-                task.agreement.wait_for_primary(task.writer.ended)
+                task.wait_for_save()
             else:
                 task.writer.write(save, collected.parts)
         except BaseException:

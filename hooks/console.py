@@ -160,11 +160,8 @@ def _batch(data: Data) -> list[str]:
 
 
 def _machine(task: Task) -> str:
-    device = str(task.device)
-    if task.device.type == "cuda":
-        device = f"{device} ({torch.cuda.get_device_name(task.device)})"
     processes = task.backend.world_size
-    parts = [device, counted(torch.get_num_threads(), "thread")]
+    parts = [task.backend.described(), counted(torch.get_num_threads(), "thread")]
     if processes > 1:
         parts.append(f"{processes:,} processes")
     return ", ".join(parts)

@@ -100,6 +100,13 @@ class FitMemory(Hook):
         key = f"hooks.{self.name}"
         if task.window_start is not None:
             raise ConfigError(key, "there is another hook of this kind; leave one out")
+        if task.backend.lazy:
+            raise ConfigError(
+                key,
+                "on this device memory is asked for when a step is over and its program runs, and "
+                "then nothing can be begun again; leave the hook out, and set "
+                "data.train.micro_batch_size",
+            )
         if task.agreement is not None and meet_in_forward(task):
             raise ConfigError(
                 key,

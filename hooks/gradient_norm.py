@@ -1,6 +1,5 @@
 """Hook ``gradient_norm``: records the norm of the gradients, of all together and one by one."""
 
-import torch
 from torch import Tensor
 
 from phaseloop.engine.errors import ConfigError
@@ -72,7 +71,7 @@ class GradientNorm(Hook):
             return {}
         gradients = [p.grad for p in trained if p.grad is not None]
         each = norms_of(gradients, self.norm_type)
-        norms = {"gradient_norm": torch.linalg.vector_norm(each, self.norm_type)}
+        norms = {"gradient_norm": norms_of([each], self.norm_type)[0]}
         if self.per_parameter:
             names = task.parameter_names()
             norms.update(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +64,7 @@ class NonFinite(Hook):
         self.policy = policy
         self.gradients = gradients
         self.most_roll_backs = most_roll_backs
+        self._to_host: Callable[[list[Tensor]], list[Tensor]] | None = None
         self._watched = Watched()
         self._window: Window | None = None
         # Of the window at hand, by micro-batch: sample ids, and losses.
@@ -71,7 +74,8 @@ class NonFinite(Hook):
     def on_start(self, task: Task) -> None:
         if self.policy == "roll_back" and any(x and x.is_stream for x in task.stages.loaders):
             raise ConfigError(f"hooks.{self.name}.policy", NO_ROLL_BACK)
-        self._watched, self._window = Watched(), None
+        self._to_host = task.backend.to_host if task.backend.lazy else None
+        self._watched, self._window = Watched(self._to_host), None
         # A checkpoint of weights that are not finite could only be resumed to fail again.
         task.before_save.append(self._judge)
 
@@ -100,7 +104,9 @@ class NonFinite(Hook):
             trained = [p for p in task.trainable if p.grad is not None]
             norms = _norms([p.grad for p in trained])
             if norms is not None:
-                self._watch(task, "a gradient", norms.amax(), self._samples, trained, norms)
+                # Not the largest: where one is NaN, XLA gives that of the others.
+                fine = torch.where(norms.isfinite().all(), 0.0, float("nan"))
+                self._watch(task, "a gradient", fine, self._samples, trained, norms)
 
     def on_update(self, task: Task) -> None:
         if self.policy == "stop" and task.gradient_norm is not None:
@@ -129,6 +135,8 @@ class NonFinite(Hook):
 
     def _leave_out(self, task: Task) -> None:
         """Here the host waits for the device."""
+        if task.backend.lazy:  # with what all do together done, each may read for itself
+            task.backend.mark_step()
         trained = [p for p in task.trainable if p.grad is not None]
         norms = _norms([p.grad for p in trained])
         if not _any(task, norms is not None and not bool(norms.isfinite().all())):
@@ -172,7 +180,7 @@ class NonFinite(Hook):
 
     def _judge(self, task: Task) -> None:
         """Here the host waits for the device."""
-        watched, self._watched = self._watched, Watched()
+        watched, self._watched = self._watched, Watched(self._to_host)
         first, weights = watched.first_bad(), _weights_told(task)
         if not _any(task, first is not None or bool(weights)):
             return

@@ -62,6 +62,12 @@ class PreciseBN(Hook):
         self._measured_at = None
         if all(loader is None for loader in task.stages.loaders):
             raise ConfigError(f"hooks.{self.name}", "it needs training data, and there is none")
+        for loader in filter(None, task.stages.loaders):
+            if loader.views > 1:
+                raise ConfigError(
+                    f"hooks.{self.name}",
+                    f"it calls the model with one input, and {loader.key}.views is {loader.views}",
+                )
         if not any(_has_statistics(module) for module in task.bare_model.modules()):
             raise ConfigError(f"hooks.{self.name}", "the model has no batch norm with statistics")
 
@@ -190,6 +196,7 @@ class _Forward(nn.Module):
                 self.model(*inputs)
         else:
             self.model(*inputs)
+        task.backend.mark_step()
 
 
 class _StandIn(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hook ``tensorboard``: scalars as TensorBoard event files in the run's folder."""
+"""Hook ``tensorboard``: scalars and images as TensorBoard event files in the run's folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.utils.tensorboard import SummaryWriter
 
 _STEM = "events.out.tfevents."
@@ -24,7 +25,8 @@ _STEM = "events.out.tfevents."
 class TensorBoard(Hook):
     """Log points under ``train/loss``, ``lr`` and so on; metrics under ``test/accuracy`` and
     ``epoch/train/loss``; what a save cost under ``save/bytes``, ``save/stall`` and
-    ``save/seconds``; all over the number of updates.
+    ``save/seconds``; what ``task.record_image`` gave, under its name; all over the number of
+    updates.
 
     A resume tells TensorBoard to drop what the interrupted run wrote after the checkpoint; old
     event files stay as they are. Rows of the checkpoint's own update come in several writes (log
@@ -43,6 +45,7 @@ class TensorBoard(Hook):
         self._writer: SummaryWriter | None = None
         self._update = 0
         self._scalars: dict[str, float] = {}  # written at that update
+        self._images: dict[str, Tensor] = {}  # likewise; uint8 [H, W, C]
 
     def on_start(self, task: Task) -> None:
         if task.folder is None or not task.primary:
@@ -55,12 +58,14 @@ class TensorBoard(Hook):
         # Without a checkpoint to resume from, a run that was killed early may still have left rows.
         purge = task.progress.updates + 1 if task.resumed else 0
         self._writer = SummaryWriter(str(path), purge_step=purge)
+        task.images.sinks.append(self._add_image)
 
     def state_dict(self) -> dict[str, Any]:
         # A resume does not write again what the checkpoint counts as written: to the file with it.
         if self._writer is not None:
             self._writer.flush()
-        return {"update": self._update, "scalars": dict(self._scalars)}
+        images = {"images": dict(self._images)} if self._images else {}
+        return {"update": self._update, "scalars": dict(self._scalars), **images}
 
     def files(self) -> list[Path]:
         if self._writer is None:
@@ -69,9 +74,9 @@ class TensorBoard(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._update, self._scalars = state["update"], dict(state["scalars"])
+        self._images = dict(state.get("images", {}))
         if self._writer is not None:
-            _drop_from(self._writer, self._update)
-            self._write(self._scalars)
+            self._write_anew(self._writer)
 
     def on_step(self, task: Task) -> None:
         if task.recorder.events:
@@ -102,10 +107,31 @@ class TensorBoard(Hook):
     def _add(self, task: Task, scalars: Mapping[str, float]) -> None:
         if self._writer is None:
             return
-        if self._update != task.progress.updates:
-            self._update, self._scalars = task.progress.updates, {}
+        self._go_to(task.progress.updates)
         self._scalars.update(scalars)
         self._write(scalars)
+
+    def _add_image(self, name: str, picture: Tensor, update: int) -> None:
+        if self._writer is None:
+            return
+        self._go_to(update)
+        twice = name in self._images
+        self._images[name] = picture
+        if twice:  # the later one takes its place
+            self._write_anew(self._writer)
+        else:
+            self._writer.add_image(name, picture, update, dataformats="HWC")
+
+    def _go_to(self, update: int) -> None:
+        if self._update != update:
+            self._update, self._scalars, self._images = update, {}, {}
+
+    def _write_anew(self, writer: SummaryWriter) -> None:
+        """What the update at hand has, and nothing else of it."""
+        _drop_from(writer, self._update)
+        self._write(self._scalars)
+        for name, picture in self._images.items():
+            writer.add_image(name, picture, self._update, dataformats="HWC")
 
     def _write(self, scalars: Mapping[str, float]) -> None:
         assert self._writer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+
+# These have environments of their own: make test-horovod, make test-xla.
+_OWN = {"horovod": "horovod", "xla": "torch_xla"}
+collect_ignore = [
+    folder for folder, package in _OWN.items() if importlib.util.find_spec(package) is None
+]
 
 # Time limits per example say more about a busy machine than about the code.
 settings.register_profile("local", deadline=None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phaseloop.engine import agreement
+from phaseloop.engine import agreement, marks
 from tests.rigs import process
 
 SAMPLES, RANKS, BATCH = 10**9, 1000, 65536
@@ -62,7 +62,7 @@ def test_what_processes_have_of_their_own_in_a_checkpoint(scale: Any, tmp_path: 
 
 
 def test_sums_of_the_agreement_do_not_overflow() -> None:
-    most = (agreement._PLACES - 1) ** 2 * 1_000_000
+    most = (marks._MARKS - 1) ** 2 * 1_000_000
     assert most < 2**63
 
 

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import phaseloop.train_steps  # noqa: F401 registers the steps
+from phaseloop.engine import replica
 from phaseloop.engine.backends import joining
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.config.build import Built, build, make_hooks
@@ -37,7 +38,8 @@ def run(schema: Schema) -> int:
     if saves and (joined is None or joined.rank == 0):
         # Here too, since data is read before a task is made, and may take an hour.
         store.Store(RunFolder.of(schema.run).checkpoints).reach("run.checkpoints")
-    built = build(schema)
+    with replica.one_at_a_time:
+        built = build(schema)
     if schema.plan:
         started = asked_for(schema.backend)
         show_plan(built, started.processes * started.nodes)
@@ -49,7 +51,8 @@ def run(schema: Schema) -> int:
 def _test(schema: Schema) -> int:
     """Test the weights of a checkpoint of the run; ``test.json`` says what came out."""
     folder = RunFolder.of(schema.run)
-    built = build(_for_testing(schema))
+    with replica.one_at_a_time:
+        built = build(_for_testing(schema))
     if not built.task.test_data:
         raise ConfigError("data.test", "only=test needs test data")
     hooks: dict[str, Hook] = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from phaseloop.engine.config.processes import HOROVOD, XLA
 from phaseloop.engine.config.schema import Schema
 from phaseloop.engine.run_folder import COMMAND, RunFolder
 from phaseloop.engine.starting import Starting
@@ -19,6 +22,9 @@ PATH = "PHASELOOP_PATH"
 
 JOB = "PHASELOOP_JOB"
 """Of a multirun: the name of this job's folder."""
+
+REPLICAS, DEVICE = "PHASELOOP_REPLICAS", "PHASELOOP_XLA_DEVICE"
+"""Of XLA: how many replicas a process starts, and ``backend.device``."""
 
 FOLDER = "PHASELOOP_FOLDER"
 """The run's folder, where its name has the time in it: one for all processes and restarts."""
@@ -36,16 +42,42 @@ def start(words: Sequence[str], job_folder: str, schema: Schema, starting: Start
     from phaseloop.engine.backends import launch  # only who starts processes waits for it
 
     assert schema.run.dir is not None
-    patience = schema.backend.get("start_timeout", 1800.0)
     folder = schema.run.dir
-    return launch.launch(
-        command(words),
-        starting,
-        {**environment(job_folder), FOLDER: folder},
-        patience=float(patience),
-        alike=COMMAND,
-        tell=lambda cause: tell_in(RunFolder(Path(folder)), cause),
-    )
+    variables = {**environment(job_folder), FOLDER: folder}
+    if schema.backend.get("name") == XLA and starting.processes > 1:
+        # On one machine they are below one process, which torch_xla starts them from.
+        variables |= replicas(starting.processes, schema.backend)
+        starting = dataclasses.replace(starting, processes=1)
+    patience = schema.backend.get("start_timeout", 1800.0)
+    with contextlib.ExitStack() as stack:
+        each_time = None
+        if schema.backend.get("name") == HOROVOD:
+            from phaseloop.engine.backends import horovod_process, rendezvous
+
+            horovod_process.package()  # else each process says that it is missing
+            variables.update(rendezvous.VARIABLES)
+            each_time = stack.enter_context(rendezvous.server(starting.processes))
+        return launch.launch(
+            command(words),
+            starting,
+            variables,
+            patience=float(patience),
+            alike=COMMAND,
+            each_time=each_time,
+            tell=lambda cause: tell_in(RunFolder(Path(folder)), cause),
+        )
+
+
+def replicas(count: int, backend: Mapping[str, Any]) -> dict[str, str]:
+    """What a process has to know that starts replicas of XLA."""
+    from phaseloop.engine.backends.surroundings import THREADS, cores
+
+    each = max(1, cores() // count)
+    return {
+        REPLICAS: str(count),
+        DEVICE: str(backend.get("device", "auto")),
+        THREADS: os.environ.get(THREADS, str(each)),
+    }
 
 
 def tell_in(folder: RunFolder, cause: str) -> None:

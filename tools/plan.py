@@ -70,7 +70,7 @@ def _phase_lines(task: Task) -> Iterator[str]:
         yield f"model       {', '.join(options)}"
     if task.weights is not None:
         yield f"weights     at the start from {task.weights.path}"
-    yield f"device      {task.device}, {task.backend.world_size} process"
+    yield f"device      {task.backend.described()}, {task.backend.world_size} process"
     yield f"folder      {task.folder.path if task.folder else 'none: nothing is saved'}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from phaseloop.engine import outcomes
+from phaseloop.engine import outcomes, replica
 from phaseloop.engine.config import compose as composing
 from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
@@ -89,7 +89,8 @@ def run(overrides: Sequence[str], job_folder: str = "") -> int:
 
 
 def _run(overrides: Sequence[str], job_folder: str) -> int:
-    composed = composing.compose(overrides)
+    with replica.one_at_a_time:  # Hydra is there once for a process
+        composed = composing.compose(overrides)
     schema = schemas.check(composed.config)
     told = os.environ.get("RANK", "0") != "0" or launching.FOLDER in os.environ
     # The same command finds the same folder.

@@ -13,6 +13,7 @@ import sys
 # Named in launching.py too, which cannot be imported before the first is read.
 _PATH = "PHASELOOP_PATH"
 _JOB = "PHASELOOP_JOB"
+_REPLICAS = "PHASELOOP_REPLICAS"  # of XLA
 
 _SIGNALLED = 128
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -27,10 +28,22 @@ def main() -> None:
     from phaseloop.engine import outcomes
     from phaseloop.tools import run
 
-    code = run.run(sys.argv[1:], os.environ.get(_JOB, ""))
+    if _REPLICAS in os.environ:
+        from phaseloop.engine.backends.xla import launch
+
+        code = run.exit_code(lambda: launch.run(_command))
+    else:
+        code = _command()
     if code > _SIGNALLED and outcomes.leave(outcomes.Outcome(code)):
         code = run.DONE
     sys.exit(code)
+
+
+def _command() -> int:
+    """The command line, in this process or in each of its replicas."""
+    from phaseloop.tools import run
+
+    return run.run(sys.argv[1:], os.environ.get(_JOB, ""))
 
 
 def end_with(parent: int) -> None:

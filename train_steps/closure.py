@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from phaseloop.engine.registry import register_train_step
+from phaseloop.engine.step_views import check_one_view
 from phaseloop.engine.task import Task
 
 
-@register_train_step("closure", takes="window", one_piece=True)
+@register_train_step("closure", takes="window", one_piece=True, check=check_one_view)
 def closure_train_step(task: Task) -> None:
     """One update by an optimizer such as LBFGS, which calls the closure as often as it likes.
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from phaseloop.engine.errors import ConfigError, DataError
 from phaseloop.engine.proof import meet_in_forward
 from phaseloop.engine.registry import register_train_step
+from phaseloop.engine.step_sets import sets_of
+from phaseloop.engine.step_views import check_one_view
 from phaseloop.engine.task import Task
 from phaseloop.engine.trees import map_tensors
 
@@ -26,7 +28,9 @@ class TruncatedBackpropagation:
         length: time steps of a piece; the last may be shorter.
         time_dim: the dimension of time in input and target.
         stateful: the state at a batch's end is that of the next one's start, for batches that go
-            on with each other's sequences; they must then be of one size.
+            on with each other's sequences; they must then be of one size. A dataset that reads
+            several sequences side by side may say how many as its attribute ``lanes``, which
+            ``batch_size`` is then compared with.
 
     Raises:
         ConfigError: length is less than 1.
@@ -40,14 +44,28 @@ class TruncatedBackpropagation:
         self.stateful = stateful
 
     def check(self, task: Task) -> None:
-        """Raises ConfigError where batches cannot go on with each other's sequences."""
-        sets = [task.stages.data(stage) for stage in task.stages.given]
-        if self.stateful and any(data is not None and data.shuffled for data in sets):
-            raise ConfigError(
-                "train_step.stateful",
-                "a batch goes on where the one before it ended, and shuffled ones do not: set "
-                "data.train.shuffle=false",
-            )
+        """Raises ConfigError for views, and where batches cannot go on with each other."""
+        check_one_view(task, self)
+        for key, data in sets_of(task, self).items() if self.stateful else ():
+            if not key.startswith("data.test") and data.shuffled:
+                raise ConfigError(
+                    "train_step.stateful",
+                    f"a batch goes on where the one before it ended, and shuffled ones do not: set "
+                    f"{key}.shuffle=false",
+                )
+            if data.limit is not None:
+                raise ConfigError(
+                    f"{key}.limit",
+                    f"{data.limit} leaves out samples here and there, and with "
+                    f"train_step.stateful a batch goes on where the one before it ended",
+                )
+            lanes = getattr(data.first, "lanes", None)
+            if lanes is not None and data.batch_size != lanes:
+                raise ConfigError(
+                    f"{key}.batch_size",
+                    f"{data.batch_size} is not {lanes}, the lanes of the dataset: with "
+                    f"train_step.stateful a batch has one sample of each",
+                )
 
     def __call__(self, task: Task) -> None:
         for batch in task.window():
@@ -68,8 +86,7 @@ class TruncatedBackpropagation:
 
     def _check_lengths(self, task: Task, steps: int) -> None:
         """Raises DataError where processes would not make as many steps as each other."""
-        assert task.agreement is not None
-        if not task.agreement.same(steps):
+        if not task.backend.same(steps):
             found = task.backend.all_gather_object(steps)
             raise DataError(
                 f"the processes' parts of a batch differ in time steps, {found} by rank: of "

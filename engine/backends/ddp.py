@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phaseloop.engine.backends.processes import Processes
+from phaseloop.engine.backends.torch_processes import TorchProcesses
 from phaseloop.engine.errors import ConfigError, PhaseloopError
 from phaseloop.engine.registry import register_backend
 
@@ -29,11 +29,11 @@ _PASSED_BY = (
 
 
 @register_backend("ddp")
-class Ddp(Processes):
+class Ddp(TorchProcesses):
     """Distributed data parallel: gloo on the CPU, nccl on GPUs.
 
     Args:
-        device, timeout, start_timeout: see :class:`Processes`.
+        device, timeout, start_timeout: see :class:`~phaseloop.engine.backends.processes.Processes`.
         find_unused_parameters: parameters may have no part in a loss, others from step to step;
             costs a walk through the graph at each step.
         static_graph: the graph is the same at every step, which torch makes use of. Gradients are

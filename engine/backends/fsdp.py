@@ -11,11 +11,12 @@ import logging
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from phaseloop.engine.backends.processes import Processes
+from phaseloop.engine.backends.torch_processes import TorchProcesses
 from phaseloop.engine.backends.units import KEY, roots_of, units_of
 from phaseloop.engine.errors import ConfigError, listing
 from phaseloop.engine.registry import register_backend
@@ -28,14 +29,14 @@ _UNFUSED = ("Adagrad", "SGD")
 
 
 @register_backend("fsdp")
-class Fsdp(Processes):
+class Fsdp(TorchProcesses):
     """Fully sharded data parallel: gloo on the CPU, nccl on GPUs.
 
     A parameter without dimensions cannot be cut: it is whole everywhere, as are buffers and the
     parameters of a criterion.
 
     Args:
-        device, timeout, start_timeout: see :class:`Processes`.
+        device, timeout, start_timeout: see :class:`~phaseloop.engine.backends.processes.Processes`.
         shard: patterns of the names of modules that are units of their own; none: see
             :func:`~phaseloop.engine.backends.units.units_of`.
         reshard_after_forward: let go of a unit after forward and gather it again for backward;
@@ -113,6 +114,14 @@ class Fsdp(Processes):
         return [p.removeprefix(f"{root}.") for p in self.shard if p.startswith(f"{root}.")]
 
     def _check(self, model: nn.Module) -> None:
+        if self.reduce_unused:
+            from torch.distributed.fsdp import FSDPModule
+
+            if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+                raise ConfigError(
+                    "backend.reduce_unused",
+                    f"torch {torch.__version__} cannot: it takes a newer one, such as 2.13",
+                )
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 raise ConfigError(
@@ -138,7 +147,8 @@ class Fsdp(Processes):
             self._give([p for p in unit.parameters() if p.dim() and not is_shard(p)])
             fully_shard(unit, **options)
         sharded: Any = root
-        sharded.set_reduce_scatter_unused_params(self.reduce_unused)
+        if self.reduce_unused:
+            sharded.set_reduce_scatter_unused_params(True)
         # Now, and not at the first forward: a step may call a unit before it calls the root.
         sharded._get_fsdp_state()._lazy_init()
         root.register_forward_hook(self._after_forward)

@@ -1,24 +1,31 @@
 """Joining: whether a launcher started this process as one of several, and which of them it is.
 
-torchrun and our own launcher say so in the environment. Slurm's ``srun`` does in variables of its
-own, which are put into the same form here. Imports no torch.
+torchrun and our own launcher say so in the environment. ``srun`` of Slurm and ``horovodrun`` do in
+variables of their own, which are put into the same form here. Of XLA's replicas the runtime knows.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phaseloop.engine import replica
 from phaseloop.engine.errors import ConfigError
+from phaseloop.engine.replica import Replica
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 STARTED_BY = "PHASELOOP_STARTED_BY"
 """Who set the variables above, where it was not torchrun."""
 
-PHASELOOP = "phaseloop"
+PHASELOOP, HOROVODRUN, XLA = "phaseloop", "horovodrun", "xla"
+
+_OF_HOROVOD = {name: f"HOROVOD_{name}".replace("WORLD_", "") for name in _RANKS}
+"""What horovodrun calls them."""
 
 _FIRST_PORT, _PORTS = 15000, 15000  # below 32768, from where Linux hands ports out
 
@@ -34,7 +41,7 @@ class Joining:
         world_size: how many there are.
         local_rank: number of this process among those on this machine.
         local_world_size: how many there are on this machine.
-        by: ``torchrun``, ``slurm`` or ``phaseloop``.
+        by: ``torchrun``, ``slurm``, ``horovodrun``, ``phaseloop`` or ``xla``.
     """
 
     rank: int
@@ -48,12 +55,18 @@ def found() -> Joining | None:
     """This process's place among those of a launcher; None where no launcher started it.
 
     Where Slurm did, the environment is completed with what torchrun would have set: the six
-    variables that ``init_process_group`` reads.
+    variables that ``init_process_group`` reads. Where horovodrun did, with four of them: the
+    processes meet by Horovod.
 
     Raises:
         ConfigError: variables are missing, are no numbers, or contradict one another.
     """
     environment = os.environ
+    if (mine := _of_xla()) is not None:
+        return Joining(mine.rank, mine.world_size, mine.local_rank, mine.local_world_size, XLA)
+    of_horovod = all(name in environment for name in _OF_HOROVOD.values())
+    if of_horovod and environment.get(STARTED_BY) != PHASELOOP:  # which sets them, too
+        return _of_horovod(environment)
     if all(name in environment for name in _RANKS):
         return _of_torchrun(environment)
     if _in_step(environment):
@@ -68,6 +81,40 @@ def found() -> Joining | None:
             f"torchrun, which sets all of them, or unset them, or choose backend=single",
         )
     return None
+
+
+def _of_xla() -> Replica | None:
+    """The replica that ``torch_xla.launch`` has started this as; None: it has not."""
+    if (mine := replica.mine()) is not None:
+        return mine
+    torch_xla = sys.modules.get("torch_xla")
+    # Asked how many there are, the runtime would start, and nobody could launch any more.
+    if torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized():
+        return None
+    runtime = torch_xla.runtime
+    if runtime.is_spmd() or runtime.world_size() == 1:
+        return None
+    found = Replica(
+        runtime.global_ordinal(),
+        runtime.world_size(),
+        runtime.local_ordinal(),
+        runtime.addressable_device_count() * runtime.local_process_count(),
+    )
+    if runtime.addressable_device_count() > 1:
+        replica.enter(found)
+    return found
+
+
+def usual() -> str:
+    """Name of the backend for a process that was started as this one was: what ``auto`` means.
+
+    Raises:
+        ConfigError: see :func:`found`.
+    """
+    joined = found()
+    if joined is None:
+        return "single"
+    return {HOROVODRUN: "horovod", XLA: "xla"}.get(joined.by, "ddp")
 
 
 def started_by_us() -> Joining | None:
@@ -123,6 +170,15 @@ def _of_torchrun(environment: Mapping[str, str]) -> Joining:
     rank, size, local, local_size = (_number(name, environment) for name in _RANKS)
     joining = Joining(rank, size, local, local_size, environment.get(STARTED_BY) or "torchrun")
     _check(joining, dict(zip(("rank", "size", "local", "local_size"), _RANKS, strict=True)))
+    return joining
+
+
+def _of_horovod(environment: os._Environ[str]) -> Joining:
+    rank, size, local, local_size = (_number(_OF_HOROVOD[name], environment) for name in _RANKS)
+    joining = Joining(rank, size, local, local_size, HOROVODRUN)
+    parts = ("rank", "size", "local", "local_size")
+    _check(joining, dict(zip(parts, _OF_HOROVOD.values(), strict=True)))
+    _complete_ranks(joining, environment)
     return joining
 
 
@@ -185,18 +241,23 @@ def _local_size(size: int, environment: Mapping[str, str]) -> tuple[int, str]:
 
 def _complete(joining: Joining, environment: os._Environ[str]) -> None:
     """Set what torchrun would have set; what somebody set himself stands, unless it is another."""
+    address = environment.get("MASTER_ADDR") or _address(environment)
+    port = environment.get("MASTER_PORT") or str(_port(environment))
+    _complete_ranks(joining, environment)
+    environment.update({"MASTER_ADDR": address, "MASTER_PORT": port})
+
+
+def _complete_ranks(joining: Joining, environment: os._Environ[str]) -> None:
     values = (joining.rank, joining.world_size, joining.local_rank, joining.local_world_size)
     for name, value in zip(_RANKS, values, strict=True):
         if environment.get(name, str(value)) != str(value):
+            whose = "Slurm" if joining.by == "slurm" else joining.by
             raise ConfigError(
                 "backend",
-                f"the environment has {name}={environment[name]}, and by Slurm's variables it is "
+                f"the environment has {name}={environment[name]}, and by {whose}'s variables it is "
                 f"{value}: unset {name}",
             )
-    address = environment.get("MASTER_ADDR") or _address(environment)
-    port = environment.get("MASTER_PORT") or str(_port(environment))
     environment.update({name: str(value) for name, value in zip(_RANKS, values, strict=True)})
-    environment.update({"MASTER_ADDR": address, "MASTER_PORT": port})
     environment[STARTED_BY] = joining.by
 
 

@@ -38,7 +38,7 @@ from phaseloop.engine.outcomes import Outcome
 from phaseloop.engine.starting import Starting
 
 _ERROR = 1
-_SIGNALLED = 128
+_SIGNALLED = outcomes.SIGNALLED
 _PATIENCE = 6.0  # seconds from one process's failure to the others' last
 _LATER = 5.0  # seconds after which a wait for machines that should be over is given up
 _LOOK = 0.1  # seconds between two looks at the processes
@@ -51,6 +51,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     patience: float = 1800.0,
     alike: str = "",
+    each_time: Callable[[], Mapping[str, str]] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> int:
     """Start the processes, wait for them, and say how they ended.
@@ -61,6 +62,8 @@ def launch(
         environment: variables that they get beside this process's own.
         patience: seconds in which the machines have to meet.
         alike: a variable of ``environment`` that shall be the same on all machines.
+        each_time: is called whenever processes are started; what it gives are values of variables
+            of ``environment``.
         tell: is called once with what the processes failed of, in a line, when they are gone.
 
     Returns:
@@ -75,7 +78,7 @@ def launch(
                 limit = Meeting(where, patience + _LATER, folder) if where else nullcontext()
                 with limit:
                     agent = _Agent.made(command, starting, folder, patience, forwarding)
-                agent._alike = alike
+                agent._alike, agent._each_time = alike, each_time
                 code = agent.code()
                 if code == _ERROR and agent.told and tell is not None:
                     tell(agent.told)
@@ -121,12 +124,13 @@ class _Agent(LocalElasticAgent):
             max_restarts=starting.restarts,
             monitor_interval=_LOOK,
         )
-        agent = cls(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=int(_PATIENCE))
+        agent = cls(spec, DefaultLogsSpecs(log_dir=folder))
         agent._forwarding = forwarding
         return agent
 
     _forwarding: Forwarding
     _alike = ""
+    _each_time: Callable[[], Mapping[str, str]] | None = None
     _failed_with: Outcome | None = None
     told = ""
     """What the processes failed of, in a line, on the machine of rank 0; empty: not known."""
@@ -146,6 +150,8 @@ class _Agent(LocalElasticAgent):
         store = worker_group.store
         if self._alike and store is not None and hearing.machines(worker_group) > 1:
             os.environ[self._alike] = hearing.first_said(store, os.environ[self._alike])
+        if self._each_time is not None:
+            os.environ.update(self._each_time())
         with self._forwarding.held_back():
             started: dict[int, int] = super()._start_workers(worker_group)
             self._forwarding.to(started.values())
@@ -163,6 +169,12 @@ class _Agent(LocalElasticAgent):
             self._judge(failed, noticed, processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+        # With our patience, whatever torch's is: its agent has had an option for it since 2.10.
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, int(_PATIENCE))
+        super()._shutdown(death_sig)
 
     def _processes(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext)
@@ -194,7 +206,7 @@ class _Agent(LocalElasticAgent):
             left = outcomes.left(file)
             if left is not None and n not in ends and 0 < left.code < _SIGNALLED:
                 ends[n] = left  # it failed while it was asked to end
-        first = min(ends, key=lambda n: _precedence(ends[n]), default=0)
+        first = min(ends, key=lambda n: outcomes.precedence(ends[n]), default=0)
         rank, cause = group.workers[first].global_rank, ends.get(first, _ELSEWHERE)
         own = cause
         # Who was asked to end, or has said itself why it does, says nothing here.
@@ -228,11 +240,6 @@ class _Agent(LocalElasticAgent):
         # When nccl or gloo abort a process, they do so since they have lost another.
         lost = code == -signal.SIGABRT
         return Outcome(_ERROR, how, lost=lost, time=noticed)
-
-
-def _precedence(outcome: Outcome) -> tuple[bool, bool, float]:
-    """What happened first, but for what only followed from it."""
-    return outcome.lost, outcome.code > _SIGNALLED, outcome.time
 
 
 def _kill(processes: SubprocessContext) -> None:

@@ -1,4 +1,4 @@
-"""Backend ``single``: this process, on the CPU or one GPU, without a process group."""
+"""Backend ``single``: this process, on the CPU, one GPU or one TPU, without a process group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ class Single(OnDevice):
     """One process.
 
     Args:
-        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU where there is one, else the CPU), ``cpu``, ``cuda``, ``cuda:N``,
+            ``tpu`` or ``tpu:N``.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none.
+        ConfigError: a GPU or TPU is asked for and there is none.
     """
 
     def __init__(self, device: str = "auto") -> None:

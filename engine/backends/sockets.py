@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import resource
+import socket
+import stat
+from collections.abc import Set
 
 log = logging.getLogger("phaseloop")
 
@@ -31,3 +36,26 @@ def make_room(processes: int) -> None:
             2 * processes + 1,
             allowed,
         )
+
+
+Sockets = Set[tuple[int, int]]
+"""Those of this process: each one's file and what tells it from a later one with that number."""
+
+
+def open_here() -> Sockets:
+    """All that are open in this process."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the one that the list was read from
+            about = os.fstat(int(name))
+            if stat.S_ISSOCK(about.st_mode):
+                found.add((int(name), about.st_ino))
+    return found
+
+
+def disconnect(connections: Sockets) -> None:
+    """What is under way by these ends at once, here and at their other ends, with an error."""
+    for number, _ in connections & open_here():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)  # one that listens would abort the process

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from phaseloop.engine.backends.joining import PHASELOOP, STARTED_BY
 from phaseloop.engine.starting import Starting
 
+THREADS = "OMP_NUM_THREADS"
+
 PARENT = "PHASELOOP_PARENT"
 """Process id of the launcher, with which its processes end."""
 
@@ -19,7 +21,7 @@ def variables(starting: Starting, environment: Mapping[str, str]) -> dict[str, s
     """Variables of the processes, beside those that this one has."""
     chosen = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # what is said of lost connections is said by us
     if starting.processes > 1:  # else each takes every core
-        chosen["OMP_NUM_THREADS"] = str(max(1, _cores() // starting.processes))
+        chosen[THREADS] = str(max(1, cores() // starting.processes))
     return {
         **{name: value for name, value in chosen.items() if name not in os.environ},
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are handed on
@@ -29,7 +31,8 @@ def variables(starting: Starting, environment: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

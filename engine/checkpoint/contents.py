@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from phaseloop.engine import environment, rng, shards
+from phaseloop.engine import environment, shards
 from phaseloop.engine.checkpoint import rank_state, store
 from phaseloop.engine.checkpoint.loader_state import restore_loaders
+from phaseloop.engine.checkpoint.on_host import fetched
 from phaseloop.engine.checkpoint.optimizer_state import load_named_state, named_state
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.checkpoint.writer import flush_all
@@ -77,6 +78,7 @@ def collect(task: Task) -> Collected:
     """What a checkpoint of the task as it stands is made of; nothing is copied.
 
     Only sharded tensors are: whole, for the primary. Other processes have None in their places.
+    And those of a lazy device are.
 
     Raises:
         PhaseloopError: the task has no run folder, or a window is open.
@@ -98,7 +100,7 @@ def collect(task: Task) -> Collected:
     small["progress"]["saves"] = number
     parts = {MODEL: task.raw_state(), STATE: {**small, **_large_state(task)}}
     own: set[int] = set()
-    parts = shards.whole(parts, keep=task.primary, made=own)
+    parts = shards.whole(fetched(parts, task.backend, own), keep=task.primary, made=own)
     for part in parts.values():
         check_plain(part)
     name = store.folder_name(progress.updates, number)
@@ -201,7 +203,8 @@ def restore_random(task: Task, state: dict[str, Any]) -> None:
         )
     if rank < processes:
         own = rank_state.of_rank(state, rank)["rng"]
-        rng.set_host_state(own["host"])
+        task.set_host_state(own["host"])
+        task.seed_device()  # a checkpoint of another kind of device has no state of this one's
         task.backend.set_rng_state(own["device"])
     else:
         task.seed_all()
@@ -246,7 +249,7 @@ def _large_state(task: Task) -> dict[str, Any]:
         "config": task.config,
         "identity": task.identity,
         "planned": [plan.updates for plan in task.stages.plans()],
-        "environment": environment.facts(task.backend.world_size, task.device),
+        "environment": environment.facts(task.backend.world_size, task.backend.device_name),
     }
 
 

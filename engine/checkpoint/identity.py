@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from phaseloop.engine.data.augment import names_of
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.source import Data
 from phaseloop.engine.data.stream_reader import is_stream
-from phaseloop.engine.facts import fact_of, name_of
+from phaseloop.engine.facts import fact_of, fingerprint, name_of
 from phaseloop.engine.settings import LossScale
 
 if TYPE_CHECKING:
@@ -94,7 +95,10 @@ def _draws(data: Data) -> dict[str, Any]:
         "sampler": data.sampler.facts() if data.sampler is not None else None,
         "limit": data.limit,
         "batch_transform": name_of(data.batch_transform),
+        "augment": names_of(data.augment) or None,
+        "views": data.views if data.views > 1 else None,
         "rebuild_every": data.rebuild_every,
+        "fingerprint": fingerprint(data.first),
     }
     return {name: value for name, value in given.items() if value is not None}
 

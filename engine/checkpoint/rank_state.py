@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phaseloop.engine import rng
 from phaseloop.engine.checkpoint.loader_state import own_loaders
+from phaseloop.engine.checkpoint.on_host import fetched
 from phaseloop.engine.checkpoint.snapshot import compact
 from phaseloop.engine.data.transfer import to_device
 from phaseloop.engine.log_file import ALIKE
@@ -41,7 +41,7 @@ def gathered(task: Task) -> dict[str, Any]:
     own = {
         # At a test's end too: the training goes on from where the test began.
         "rng": task.random_before_test
-        or {"host": rng.host_state(), "device": task.backend.rng_state()},
+        or {"host": task.host_state(), "device": task.backend.rng_state()},
         "meters": {name: meters.state_dict() for name, meters in task.meter_sets.items()},
         "recorder": task.recorder.state_dict(),
         "carry": task.carry,
@@ -57,7 +57,7 @@ def gathered(task: Task) -> dict[str, Any]:
     }
     if task.agreement is not None:
         small = {**own, "meters": _of_open_epoch(task, own["meters"])}
-        ranks = task.backend.gather_object(b"" if task.primary else _packed(small))
+        ranks = task.backend.gather_object(b"" if task.primary else _packed(task, small))
         if task.primary:
             state["others"] = _joined(ranks[1:])
     return state
@@ -117,10 +117,15 @@ def _take(task: Task, own: dict[str, Any]) -> None:
     for name, meters in task.meter_sets.items():
         if name in own["meters"]:
             meters.load_state_dict(to_device(own["meters"][name], task.device))
-    task.recorder.load_state_dict(to_device(own["recorder"], task.device))
+    task.recorder.load_state_dict(_where_they_are_added(task, own["recorder"]))
     task.carry = to_device(own["carry"], task.device)
     task.asked_end = {TRAIN: own["asked_end"]} if own["asked_end"] else {}
     _take_stop(task, own.get("stop_asked", ""))
+
+
+def _where_they_are_added(task: Task, rows: Any) -> Any:
+    """What was recorded, on the device; of a lazy one, on the host."""
+    return rows if task.backend.lazy else to_device(rows, task.device)
 
 
 def _take_stop(task: Task, reason: str) -> None:
@@ -145,7 +150,7 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
         states = [rank["meters"][TRAIN] for rank in ranks]
         task.meter_sets[TRAIN].load_merged(to_device(states, task.device))
     rows = [rank["recorder"] for rank in ranks]
-    task.recorder.load_merged(to_device(rows, task.device), first)
+    task.recorder.load_merged(_where_they_are_added(task, rows), first)
     asked = [rank["asked_end"] for rank in ranks if rank["asked_end"]]
     task.asked_end = {}
     if asked and task.agreement is not None:
@@ -164,10 +169,10 @@ def _take_merged(task: Task, state: dict[str, Any]) -> None:
         )
 
 
-def _packed(own: dict[str, Any]) -> bytes:
+def _packed(task: Task, own: dict[str, Any]) -> bytes:
     """As bytes that :func:`torch.load` takes."""
     file = io.BytesIO()
-    torch.save(compact(own), file)
+    torch.save(compact(fetched(own, task.backend)), file)
     return file.getvalue()
 
 

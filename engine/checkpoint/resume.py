@@ -202,7 +202,8 @@ def _tell_of_new_folder(task: Task, saved: store.Saved) -> None:
 
 def warn_about_environment(task: Task, state: dict[str, Any]) -> None:
     """One warning when threads, torch, the processor or compilation differ from those before."""
-    before, now = state["environment"], environment.facts(task.backend.world_size, task.device)
+    backend, before = task.backend, state["environment"]
+    now = environment.facts(backend.world_size, backend.device_name)
     key = "model.compile"
     before = {**before, key: state["identity"].get(key, "off")}
     now[key] = task.identity.get(key, "off")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phaseloop.engine.device_kinds import kind_of
+
 Place = tuple[Any, ...]
 """Where a tensor stands in the tree: its keys from the root on."""
 
@@ -63,7 +65,7 @@ class Snapshot:
             # On a GPU the buffers are pinned, and the copies of all of them run at once.
             torch._foreach_copy_(targets, sources, non_blocking=True)
         for device in {source.device for source in sources if source.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+            kind_of(device).wait(device)
         return copied
 
 
@@ -162,7 +164,7 @@ def _buffer_for(tensor: Tensor) -> Tensor:
     """Memory on the CPU, pinned where that lets a GPU copy into it without a wait."""
     if tensor.device.type == "cpu":
         return _like(tensor)
-    return _like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return _like(tensor, device="cpu", pin_memory=kind_of(tensor.device).pins)
 
 
 def _like(tensor: Tensor, **options: Any) -> Tensor:

@@ -35,6 +35,7 @@ from phaseloop.engine.model_options import ModelOptions
 from phaseloop.engine.phases import Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.stages import Stage
+from phaseloop.engine.starting import KEYS as STARTING_KEYS
 from phaseloop.engine.task import Task
 from phaseloop.engine.urls import without_secrets
 
@@ -122,7 +123,9 @@ def _check(schema: Schema, components: Components) -> None:
             if spec is not None:
                 key = f"meters.{kind}.{name}"
                 components.check(spec, registry.meters, key, default_name=name)
-    components.check(_backend_spec(schema, components), registry.backends, "backend")
+    # With the keys of whoever starts processes, so that a wrong one is told the nearest of them.
+    spec = _backend_spec(schema, components)
+    components.check(spec, registry.backends, "backend", extra=STARTING_KEYS)
     _check_model(schema, components)
     if schema.criterion is not None:
         components.check(schema.criterion, registry.criteria, "criterion")
@@ -277,7 +280,8 @@ def _backend_spec(schema: Schema, components: Components) -> Component:
     spec = resolved(schema.backend)
     if schema.backend.get("name") != AUTO or spec["name"] != ALONE:
         return spec
-    components.check({**spec, "name": SEVERAL}, registry.backends, "backend")
+    several = {**spec, "name": SEVERAL}
+    components.check(several, registry.backends, "backend", extra=STARTING_KEYS)
     own = ["name", *components.options(spec, registry.backends, "backend")]
     return {key: value for key, value in spec.items() if key in own}
 

@@ -11,7 +11,11 @@ from typing import Any
 from phaseloop.engine import registry
 from phaseloop.engine.config.components import Components
 from phaseloop.engine.config.schema import Component, MixSource, TestSet, TrainSet
-from phaseloop.engine.data import batch_transforms  # noqa: F401 registers ours
+from phaseloop.engine.data import (  # noqa: F401 registers ours
+    augmentations,
+    batch_transforms,
+    colours,
+)
 from phaseloop.engine.data.mix import Mix, Source
 from phaseloop.engine.data.places import placed
 from phaseloop.engine.data.samplers import Sampler
@@ -31,6 +35,7 @@ def check(spec: TrainSet | TestSet, components: Components, key: str) -> None:
     for place, dataset in _datasets(spec, key).items():
         components.check(_for_epoch(dataset, components, place, 1, spec), registry.datasets, place)
     _calls(spec, components, key)
+    _augmentations(spec, components, key)
     _sampler(spec, components, key)
 
 
@@ -47,6 +52,7 @@ def make(spec: TrainSet | TestSet, components: Components, key: str) -> Data:
     options.update(_calls(spec, components, key))
     if isinstance(spec, TrainSet):
         options["sampler"] = _sampler(spec, components, key)
+        options["augment"] = _augmentations(spec, components, key)
     rebuilds = getattr(spec, "rebuild_every", None) is not None
     open_dataset = functools.partial(_open, spec, components, key)
     options["dataset"] = open_dataset if rebuilds else open_dataset(epoch=1)
@@ -101,32 +107,51 @@ def _calls(spec: TrainSet | TestSet, components: Components, key: str) -> dict[s
         "to_device": (registry.transfers, 2),
     }
     return {
-        name: _callable(getattr(spec, name), components, kind, f"{key}.{name}", given)
+        name: _callable(getattr(spec, name), components, kind, key, name, given)
         for name, (kind, given) in kinds.items()
         if hasattr(spec, name)
     }
+
+
+def _augmentations(
+    spec: TrainSet | TestSet, components: Components, key: str
+) -> dict[str, Callable[..., Any] | None] | None:
+    """By name, in their order; None: there are none."""
+    given = spec.augment if isinstance(spec, TrainSet) else {}
+    made = {
+        name: _callable(one, components, registry.augmentations, key, f"augment.{name}", 2, name)
+        for name, one in given.items()
+    }
+    return made or None
 
 
 def _callable(
     spec: Component | None,
     components: Components,
     kind: registry.Registry,
-    key: str,
+    home: str,
+    within: str,
     given: int,
+    name: str | None = None,
 ) -> Callable[..., Any] | None:
-    """A function with its options filled in, or the object of a class made with them."""
+    """A function with its options filled in, or the object of a class made with them.
+
+    Args:
+        home, within: where the set stands, and where in it the component does.
+    """
     if spec is None:
         return None
-    target = components.target(spec, kind, key, None)
+    key = f"{home}.{within}"
+    target = components.target(spec, kind, key, name)
     if isinstance(target, type):
         try:
-            made: Callable[..., Any] = components.make(spec, kind, key)
+            made: Callable[..., Any] = components.make(spec, kind, key, default_name=name)
         except ConfigError as error:
-            raise placed(error, key.rpartition(".")[0]) from error
+            raise placed(error, home) from error
         if not callable(made):
             raise ConfigError(key, f"a {target.__name__} cannot be called")
         return made
-    components.check(spec, kind, key, given=given)
+    components.check(spec, kind, key, given=given, default_name=name)
     return functools.partial(target, **_options(spec))
 
 
@@ -134,13 +159,13 @@ def _sampler(spec: TrainSet | TestSet, components: Components, key: str) -> Samp
     given = spec.sampler if isinstance(spec, TrainSet) else None
     if given is None:
         return None
-    key = f"{key}.sampler"
+    home, key = key, f"{key}.sampler"
     target = components.target(given, registry.samplers, key, None)
     arguments = 1 if isinstance(target, type) else 3  # values; for a function seed and epoch too
     components.check(given, registry.samplers, key, given=arguments, extra=_OF_THE_SAMPLER)
     by = given.get("by")
     if isinstance(by, dict):
-        by = _callable(by, components, registry.datasets, f"{key}.by", 1)
+        by = _callable(by, components, registry.datasets, home, "sampler.by", 1)
     elif not isinstance(by, str | None):
         raise ConfigError(
             f"{key}.by", f"{by!r} is neither an attribute of the dataset nor a component"

@@ -14,12 +14,17 @@ from phaseloop.engine.config.typed import convert, to_dataclass
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.starting import KEYS, Starting
 
-AUTO, ALONE, SEVERAL = "auto", "single", "ddp"
+AUTO, ALONE, SEVERAL, HOROVOD, XLA = "auto", "single", "ddp", "horovod", "xla"
 RENDEZVOUS = "PHASELOOP_RENDEZVOUS"
 """HOST:PORT where machines meet, from whoever started this process on several of them."""
 
-_STARTED = {"RANK", "SLURM_STEP_ID"}
-_AGAIN = {"torchrun": "by its --max-restarts", "slurm": "by sbatch --requeue or launch=slurm"}
+_STARTED = {"RANK", "SLURM_STEP_ID", "HOROVOD_RANK"}
+_AGAIN = {
+    "torchrun": "by its --max-restarts",
+    "slurm": "by sbatch --requeue or launch=slurm",
+    "horovodrun": "which it does not: give the same command again",
+    XLA: "by whoever called torch_xla.launch",
+}
 _LONGEST = 10**9
 """Seconds, some 30 years: what the parts of torch that wait can still count."""
 
@@ -42,10 +47,30 @@ def asked_for(backend: Mapping[str, Any], address: bool = True) -> Starting:
         given["rendezvous"] = os.environ[RENDEZVOUS]
     starting = to_dataclass(Starting, given, "backend")
     starting.check(address=address and not started())
-    for name in ("processes", "nodes"):
-        if backend.get("name") == ALONE and getattr(starting, name) > 1:
-            raise ConfigError(f"backend.{name}", "single is one process: use ddp or fsdp")
+    _check_fit(backend, starting)
     return starting
+
+
+def _check_fit(backend: Mapping[str, Any], starting: Starting) -> None:
+    """Raises ConfigError where a backend does not work on so many processes or machines."""
+    backend_name = backend.get("name")
+    for key in ("processes", "nodes"):
+        count = getattr(starting, key)
+        if count > 1 and backend.get("spmd") is True:
+            raise ConfigError(
+                "backend.spmd",
+                f"by it one process has all devices, and backend.{key} is {count}: leave one out",
+            )
+        if count > 1 and backend_name == ALONE:
+            raise ConfigError(f"backend.{key}", "single is one process: use ddp or fsdp")
+    if starting.nodes > 1 and backend_name == HOROVOD:
+        raise ConfigError(
+            "backend.nodes",
+            f"is {starting.nodes}, and Horovod's processes on several machines are started by "
+            f"horovodrun: horovodrun -np N -H host1:M,host2:M --gloo python tools/run.py ...",
+        )
+    if starting.nodes > 1 and backend_name == XLA:
+        raise ConfigError("backend.nodes", "the replicas of xla are on one machine: leave it out")
 
 
 def started() -> bool:
@@ -78,7 +103,7 @@ def wanted(backend: Mapping[str, Any]) -> Starting | None:
             f"is {starting.processes}, and {joined.by} started {joined.local_world_size} on this "
             f"machine: let it start as many, or leave the key out",
         )
-    if joined.by != joining.PHASELOOP:
+    if joining.started_by_us() is None:
         _check_others(backend, starting, joined.by, joining.machines(joined))
     return None
 
@@ -112,5 +137,5 @@ def resolved(backend: Mapping[str, Any]) -> dict[str, Any]:
 
     rest = {key: value for key, value in backend.items() if key not in KEYS}
     if rest.get("name") == AUTO:
-        rest["name"] = ALONE if joining.found() is None else SEVERAL
+        rest["name"] = joining.usual()
     return rest

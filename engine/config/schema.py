@@ -68,6 +68,8 @@ class TrainSet:
     pin_memory: bool | None = None
     collate: Component | None = None
     batch_transform: Component | None = None
+    augment: dict[str, Component | None] = field(default_factory=dict)
+    views: int = 1
     to_device: Component | None = None
     rebuild_every: int | None = None
 

@@ -20,7 +20,8 @@ def to_dataclass(cls: type[T], value: Any, path: str) -> T:
     """An instance of the dataclass ``cls`` from a mapping.
 
     Raises:
-        ConfigError: an unknown key (the nearest right one is named), a missing value, a wrong type.
+        ConfigError: an unknown key (the nearest right one is named), a missing value, a wrong type,
+            or ``cls`` itself refuses a value.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(path, f"{value!r} is not a mapping of {listing(_names(cls))}")
@@ -39,7 +40,10 @@ def to_dataclass(cls: type[T], value: Any, path: str) -> T:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and f.name not in converted:
             raise ConfigError(f"{path}.{f.name}" if path else f.name, "a value is needed")
-    return cls(**converted)
+    try:
+        return cls(**converted)
+    except ValueError as error:  # of a number out of range, where the class checks its own
+        raise ConfigError(path, str(error)) from error
 
 
 def check_keys(value: Mapping[str, Any], allowed: collections.abc.Iterable[str], path: str) -> None:

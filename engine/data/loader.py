@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from phaseloop.engine import rng
 from phaseloop.engine.data import workers
+from phaseloop.engine.data.augment import chain, sample_keys
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.epochs import Epochs
 from phaseloop.engine.data.mix import Mix
@@ -81,6 +82,7 @@ class Loader(Planned, SetsAside):
         self._device = device
         self._pinned = data.pins(device)
         self._repeat = repeat
+        self._augment = chain(data.augment, data.views, key) if train else None
         self._epochs = Epochs(data, train=train, source=source, seed=seed, key=key)
         self.samples = self._epochs.samples
         self._plans = {
@@ -178,11 +180,12 @@ class Loader(Planned, SetsAside):
     def _in_process(self, epoch: int, roll_backs: int, first: int) -> Iterator[tuple[Window, Any]]:
         for window, request in self._plan_requests(epoch, roll_backs, first):
             if self._reader.draws:
-                self._aside = rng.HostGenerators()
-                try:
-                    data = self._reader[request]
-                finally:
-                    self.put_back()
+                with rng.alone:
+                    self._aside = rng.HostGenerators()
+                    try:
+                        data = self._reader[request]
+                    finally:
+                        self.put_back()
             else:
                 data = self._reader[request]
             yield window, self._batch(data, request)
@@ -241,7 +244,13 @@ class Loader(Planned, SetsAside):
     def _batch(self, data: Any, request: Request) -> Batch | None:
         if data is None:
             return None
-        return Batch(self._moved(data), request.indices, request.weight, request.sources)
+        data = self._moved(data)
+        if self._augment is not None and request.first_key is not None:
+            seeds = request.seeds or request.seed
+            size = len(request.indices)
+            keys = sample_keys(seeds, request.first_key, size, request.sources)
+            data = self._augment(data, keys)
+        return Batch(data, request.indices, request.weight, request.sources)
 
     def _start_workers(self) -> DataLoader[Any]:
         return DataLoader(

@@ -20,6 +20,7 @@ from phaseloop.engine.data.options import Limit, check_limit, check_weight, limi
 from phaseloop.engine.data.order import Blocks, Passes, chosen
 from phaseloop.engine.data.stream_reader import is_stream
 from phaseloop.engine.errors import ConfigError, DataError
+from phaseloop.engine.facts import fingerprint
 
 _BLOCK = 1 << 14
 
@@ -90,7 +91,7 @@ class Mix:
     def facts(self) -> dict[str, Any]:
         """What makes this mix the one it is, as plain Python."""
         return {
-            name: [weight, len(dataset), limit]
+            name: [weight, len(dataset), limit, *filter(None, [fingerprint(dataset)])]
             for name, weight, dataset, limit in zip(
                 self.names, self.weights, self.datasets, self._limits, strict=True
             )

@@ -121,6 +121,11 @@ class BatchPlan:
             pieces.append(Piece(start, start, 0))
         return Window(tuple(pieces), stop - start, share[1] - share[0])
 
+    def shares(self, samples: int) -> list[int] | None:
+        """How many of a batch's ``samples`` are whose, by rank; None: only they know themselves."""
+        parts = (cut(0, samples, self.world_size, rank) for rank in range(self.world_size))
+        return [stop - start for start, stop in parts]
+
     def _pieces(self, share: int) -> int:
         """Into how many micro-batches the largest share is cut."""
         if self.accumulate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from phaseloop.engine import rng
 from phaseloop.engine.data.plan import BatchPlan
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.data.transfer import by_function, to_device
+from phaseloop.engine.data.transfer import Generator, by_function, to_device
 
 
 class SetsAside:
@@ -31,16 +32,28 @@ class SetsAside:
 class Planned:
     """One set of samples with its plans, by the epoch that each holds from."""
 
+    key: str
     _data: Data
     _device: torch.device
     _pinned: bool
     _repeat: bool
     _plans: dict[int, BatchPlan]
 
+    place: Callable[[Any], Any] | None = None
+    """What a batch on the device still needs; see :class:`~phaseloop.engine.backends.Backend`."""
+
+    generator: Generator | None = None
+    """Of the device; None: it has none."""
+
     @property
     def transforms(self) -> bool:
         """A function is called with each micro-batch, and gives another."""
         return self._data.batch_transform is not None
+
+    @property
+    def views(self) -> int:
+        """How many inputs a batch has: of several, they are a tuple."""
+        return self._data.views
 
     @property
     def plan(self) -> BatchPlan:
@@ -63,9 +76,9 @@ class Planned:
         }
 
     def _moved(self, data: Any) -> Any:
-        """What the dataset and its collate function made, on the device."""
+        """What the dataset and its collate function made, on the device and in its place there."""
         if self._data.to_device is not None:
-            return by_function(self._data.to_device, data, self._device)
-        if self._device.type != "cpu":
-            return to_device(data, self._device, non_blocking=self._pinned)
-        return data
+            data = by_function(self._data.to_device, data, self._device, self.generator)
+        elif self._device.type != "cpu":
+            data = to_device(data, self._device, non_blocking=self._pinned)
+        return data if self.place is None else self.place(data)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from phaseloop.engine import rng
+from phaseloop.engine.data.augment import chain
 from phaseloop.engine.data.mix import Mix
 from phaseloop.engine.data.options import Limit, batch_sizes, check_limit, check_options, limited
 from phaseloop.engine.data.samplers import Sampler
 from phaseloop.engine.data.stream_options import check_stream
 from phaseloop.engine.data.stream_reader import is_stream
+from phaseloop.engine.device_kinds import kind_of
 from phaseloop.engine.errors import ConfigError, DataError
 
 
@@ -44,6 +46,10 @@ class Data:
         sampler: says what an epoch
             draws in which order; training data only.
         batch_transform: called with a collated micro-batch, gives another; training data only.
+        augment: one augmentation, several in their order, or a mapping of names to them: functions
+            of (input, :class:`~phaseloop.engine.data.augment.Draws`), called with each micro-batch
+            on the device; training data only.
+        views: how often each batch is augmented, by other draws; of 2 the input is a pair.
         rebuild_every: make the dataset again every so many epochs; training data only. The
             function is given the epoch it makes the dataset for, if it takes an ``epoch``, and
             finds the generators seeded from that epoch.
@@ -63,6 +69,8 @@ class Data:
     to_device: Callable[[Any, Any], Any] | None = None
     sampler: Sampler | None = None
     batch_transform: Callable[[Any], Any] | None = None
+    augment: Any = None
+    views: int = 1
     rebuild_every: int | None = None
     first: Any = field(default=None, init=False, repr=False)
     """The dataset of the first epoch, from :meth:`open` on until another one is made."""
@@ -91,7 +99,7 @@ class Data:
 
         Pinning in this process would cost a copy in the hot path, so only workers' data is.
         """
-        wanted = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        wanted = kind_of(device).pins if self.pin_memory is None else self.pin_memory
         return wanted and self.workers > 0
 
     def open(self, seed: int, key: str) -> None:
@@ -129,6 +137,7 @@ class Data:
             DataError: the dataset is empty, or too small to make one batch.
         """
         check_options(self, key)
+        chain(self.augment, self.views, key)
         if not train:
             self._check_test(key)
         if self.collate is not None and hasattr(self.first, "fetch"):
@@ -155,9 +164,11 @@ class Data:
     def _check_test(self, key: str) -> None:
         if self.drop_last:
             raise ConfigError(f"{key}.drop_last", "no sample of a test set is ever left out")
-        for name in ("sampler", "batch_transform", "rebuild_every"):
+        for name in ("sampler", "batch_transform", "augment", "rebuild_every"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{key}.{name}", "it is for training data only")
+        if self.views != 1:
+            raise ConfigError(f"{key}.views", "it is for training data only")
         if not isinstance(self.batch_size, int):
             raise ConfigError(f"{key}.batch_size", "sizes by epoch are for training data only")
         if isinstance(self.first, Mix):

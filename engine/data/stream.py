@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from phaseloop.engine import rng
+from phaseloop.engine.data.augment import chain
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.plan import Window
 from phaseloop.engine.data.source import Data
@@ -97,8 +98,9 @@ class StreamLoader(Giving):
         self._plans = dict(plans)
         limit = whole.part(data.limit) if isinstance(data.limit, int) else None
         self._orders = Orders(plans, limit, drop_last)
+        self._augment = chain(data.augment, data.views, key) if train else None
         kind = rng.SAMPLE_TRAIN if train else rng.SAMPLE_TEST
-        seed = rng.mix(seed, kind, source, rank)
+        self._seed = seed = rng.mix(seed, kind, source, rank)
         self._source = Windows(
             data.first, data.collate, data.batch_transform, seed, key, self._orders
         )
@@ -149,6 +151,7 @@ class StreamLoader(Giving):
         if first or self._ahead is None or self._begun != (number, 0):
             self._begin(epoch, first)
         ahead, self._ahead, self._begun = self._ahead, None, None
+        self._pass_seed = rng.mix(self._seed, number)
         return self._give(ahead, self._plan(number))
 
     def _begin(self, epoch: int, first: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phaseloop.engine.data.augment import Augment, sample_keys
 from phaseloop.engine.data.batch import Batch
 from phaseloop.engine.data.plan import Piece, Window
 from phaseloop.engine.data.planned import Planned
@@ -36,6 +37,8 @@ class Giving(Planned):
     _at_most: int | None
     _readers: Readers
     _wrong: Wrong
+    _augment: Augment | None
+    _pass_seed: int
 
     def __init__(self) -> None:
         self.gave = False
@@ -102,7 +105,11 @@ class Giving(Planned):
     def _batch(self, data: Any, piece: Piece) -> Batch | None:
         if data is None:
             return None
-        return Batch(self._moved(data), torch.arange(piece.start, piece.stop), piece.weight)
+        data = self._moved(data)
+        if self._augment is not None:
+            size = piece.stop - piece.start
+            data = self._augment(data, sample_keys(self._pass_seed, piece.start, size, None))
+        return Batch(data, torch.arange(piece.start, piece.stop), piece.weight)
 
     def count_left(self) -> tuple[int, bool]:
         """Samples that this process has left in the pass at hand, and whether these are all.

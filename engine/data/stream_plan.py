@@ -42,6 +42,9 @@ class StreamPlan(BatchPlan):
         """This process's part of so many samples: of a batch, or of a pass."""
         return _part(samples, self.world_size, self.rank)
 
+    def shares(self, samples: int) -> list[int] | None:
+        return None
+
     def window_of(
         self, start: int, size: int, last: bool = False, ahead: int | None = None
     ) -> Window:

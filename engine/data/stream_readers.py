@@ -81,8 +81,14 @@ class Readers(SetsAside):
     def read(self) -> Read | None:
         """The next window; None: the pass is over."""
         assert self._iterator is not None
-        if not self._count:
+        if self._count:
+            return self._read()
+        with rng.alone:
             self._aside = rng.HostGenerators()
+            return self._read()
+
+    def _read(self) -> Read | None:
+        assert self._iterator is not None
         try:
             collected = next(self._iterator, None)
             if collected is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,19 +28,35 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
     return map_tensors(move, data, move_other)
 
 
-def by_function(move: Callable[[Any, torch.device], Any], data: Any, device: torch.device) -> Any:
+class Generator(Protocol):
+    """Whoever knows the state of the device's generator: a backend."""
+
+    def rng_state(self) -> dict[str, Any]: ...
+
+    def set_rng_state(self, state: dict[str, Any]) -> None: ...
+
+
+def by_function(
+    move: Callable[[Any, torch.device], Any],
+    data: Any,
+    device: torch.device,
+    generator: Generator | None = None,
+) -> Any:
     """``move(data, device)``; where it is broken off, its draws have not been made.
 
     So the state between two steps stays whole, whatever the user's function draws.
+
+    Args:
+        generator: of the device; None: it has none.
     """
     host = rng.HostGenerators()
-    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = {} if generator is None else generator.rng_state()
     try:
         return move(data, device)
     except BaseException:  # an error, or a signal
         host.put_back()
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)
+        if generator is not None:
+            generator.set_rng_state(on_device)
         raise
 
 

@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 _PARENTS_BUSINESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
+_one_at_a_time = threading.Lock()
+"""Of threads that are ranks each has workers of its own, and must not take another's for them."""
+
 _PATIENCE = 1.0
 """Seconds that a worker gets to end by itself."""
 
@@ -26,14 +29,15 @@ def start(make: Callable[[], T], processes: list[BaseProcess]) -> T:
     They are born with the signals that are the parent's business held back, so that a Ctrl-C in
     that very instant does not run the parent's handler in them.
     """
-    before = {process.pid for process in multiprocessing.active_children()}
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_BUSINESS)
-    try:
-        return make()
-    finally:
-        # Also of a start cut short: whoever ends the workers has to know them all.
-        processes += [p for p in multiprocessing.active_children() if p.pid not in before]
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+    with _one_at_a_time:
+        before = {process.pid for process in multiprocessing.active_children()}
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_BUSINESS)
+        try:
+            return make()
+        finally:
+            # Also of a start cut short: whoever ends the workers has to know them all.
+            processes += [p for p in multiprocessing.active_children() if p.pid not in before]
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
 def prepare_worker(_: int) -> None:

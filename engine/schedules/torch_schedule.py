@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 
 from phaseloop.engine.errors import (
     CheckpointError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
+
+_OF_SWALR = (SWALR._cosine_anneal, SWALR._linear_anneal)
 
 
 class TorchSchedule:
@@ -228,9 +231,13 @@ class Mover:
 
 
 def _plain(value: Any) -> Any:
-    """Without types of their own: ``MultiStepLR`` keeps its milestones in a Counter."""
+    """Without types of their own: ``MultiStepLR`` keeps its milestones in a Counter.
+
+    ``SWALR`` of torch 2.9 names its function too, which a fresh one has by itself.
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        kept = {k: item for k, item in value.items() if not (callable(item) and item in _OF_SWALR)}
+        return {key: _plain(item) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     return value

@@ -17,6 +17,7 @@ import phaseloop.train_steps  # noqa: F401 registers the steps
 from phaseloop import (
     ConfigError,
     Mix,
+    register_augmentation,
     register_batch_transform,
     register_dataset,
     register_sampler,
@@ -529,3 +530,61 @@ def test_errors_carry_their_key(here: Path) -> None:
     with pytest.raises(ConfigError) as error:
         built("config=mixed", "data.train.mix.a.weight=-1")
     assert error.value.key == "data.train.mix.a.weight"
+
+
+# --- augmentation ---
+
+
+@register_augmentation("test_data_add", replace=True)
+class Add:
+    def __init__(self, what: float) -> None:
+        self.what = what
+
+    def __call__(self, images: torch.Tensor, draws: Any) -> torch.Tensor:
+        return images + self.what
+
+
+@register_augmentation("test_data_times", replace=True)
+def times(images: torch.Tensor, draws: Any, factor: float = 2.0) -> torch.Tensor:
+    return images * factor
+
+
+def test_augmentations_stand_in_their_order_and_may_be_left_out(here: Path) -> None:
+    plain = first_input()
+    given = "data.train.augment={test_data_add: {what: 1.0}, more: {name: test_data_times}}"
+    torch.testing.assert_close(first_input(given), (plain + 1) * 2)
+    words = [given, "data.train.augment.more.factor=3.0", "data.train.augment.test_data_add=null"]
+    torch.testing.assert_close(first_input(*words), plain * 3)
+    target = f"data.train.augment.x={{_target_: {HERE}.Add, what: 2.0}}"
+    torch.testing.assert_close(first_input(target), plain + 2)
+
+
+def test_tests_are_not_augmented(here: Path) -> None:
+    def tested(*words: str) -> Tensor:
+        seen = watch("on_forward", lambda task: None if task.train else task.batch.input.clone())
+        train(built("config=one", "phases.updates=1", *words), seen=seen)
+        return torch.cat([x for x in seen.seen if x is not None])
+
+    assert torch.equal(tested("data.train.augment.test_data_add.what=1.0"), tested())
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("data.train.augment.blurr.sigma=1", "augment.blurr: no augmentation .*'blur'"),
+        (
+            "data.train.augment.flip.probabilty=0.5",
+            r"data\.train\.augment\.flip\.probabilty: .*'probability'",
+        ),
+        ("data.train.augment.flip.probability=2.0", "augment.flip: .*probability is 2"),
+        ("data.train.augment=flip", "data.train.augment: "),
+        ("data.train.augment.test_data_add={}", "augment.test_data_add.what"),
+        ("data.train.views=0", "data.train.views: 0 is less than 1"),
+        ("data.test.augment.flip={}", "data.test.augment: there is no such"),
+        ("data.test.views=2", "data.test.views: there is no such"),
+    ],
+)
+def test_mistakes_in_augmentations(
+    here: Path, word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(says, refused(capsys, "config=one", word))

@@ -123,6 +123,16 @@ def test_alone_auto_takes_nothing_that_several_do_not(
     assert caught.value.key == word.split("=")[0]
 
 
+def test_a_misspelt_number_of_processes_is_told_the_right_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cli.folder(tmp_path))
+    assert run(["config=tiny", "backend=ddp", "backend.proceses=2"]) == 2
+    assert "backend.proceses: Ddp takes no option 'proceses'. Did you mean 'processes'?" in (
+        capsys.readouterr().err
+    )
+
+
 def test_single_takes_no_such_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         build(tiny(tmp_path, monkeypatch, "backend=single", "backend.timeout=30"))
@@ -138,3 +148,14 @@ def test_several_processes_submit_no_job(
     assert "launch: submitting a job works in one process, and torchrun started 4" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("key", ["processes", "nodes"])
+def test_spmd_is_one_process(key: str) -> None:
+    given = {"name": "xla", "spmd": True, key: 2}
+    if key == "nodes":
+        given["rendezvous"] = "here:1234"
+    with pytest.raises(ConfigError, match=f"one process has all devices, and backend.{key} is 2"):
+        asked_for(given)
+    assert not asked_for({"name": "xla", "spmd": True}).several
+    assert asked_for({"name": "xla", "spmd": False, "processes": 2}).several

@@ -207,18 +207,18 @@ def test_a_whole_run_in_stages_from_the_command_line(here: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert "finished" in first.stdout + first.stderr
     # A stage that is over may not become another one; the last may become longer.
-    longer = cli.run(["config=stages", "phases.main.updates=6"], here)
+    longer = cli.forked(["config=stages", "phases.main.updates=6"], here)
     assert longer.returncode == 0, longer.stderr
     assert "19 updates" not in first.stderr
-    refused = cli.run(["config=stages", "phases.main.repeat=3"], here)
+    refused = cli.forked(["config=stages", "phases.main.repeat=3"], here)
     assert refused.returncode == 2
     assert "phases.main.repeat: 2 -> 3" in refused.stderr
 
 
 def test_stages_in_another_order_are_another_run(here: Path) -> None:
     stages = ["{name: a, updates: 2}", "{name: b, updates: 2}"]
-    assert cli.run(["config=tiny", f"phases=[{', '.join(stages)}]"], here).returncode == 0
-    refused = cli.run(["config=tiny", f"phases=[{', '.join(stages[::-1])}]"], here)
+    assert cli.forked(["config=tiny", f"phases=[{', '.join(stages)}]"], here).returncode == 0
+    refused = cli.forked(["config=tiny", f"phases=[{', '.join(stages[::-1])}]"], here)
     assert refused.returncode == 2
     assert "phases.order: ['a', 'b'] -> ['b', 'a']" in refused.stderr
 
@@ -237,7 +237,7 @@ def test_how_a_stages_data_are_read_may_change() -> None:
 def test_stages_may_be_swept(here: Path) -> None:
     """Hydra itself could not put a list of stages in place of one stage."""
     words = ["--multirun", "config=stages", "phases.main.updates=1,2", "hooks.checkpoint=null"]
-    swept = cli.run(words, here)
+    swept = cli.forked(words, here)
     assert swept.returncode == 0, swept.stderr
     jobs = sorted(path.name for path in (here / "runs" / "stages").iterdir())
     assert jobs == [f"phases.main.updates={n},hooks.checkpoint=null" for n in (1, 2)]

@@ -85,3 +85,18 @@ def test_nested_dataclasses_name_the_full_path():
         to_dataclass(Outer, {"inner": {"size": 1}, "other": {"sise": 1}}, "root")
     with pytest.raises(ConfigError, match=r"^root\.inner\.names\.1: 2 is not str"):
         to_dataclass(Outer, {"inner": {"size": 1, "names": ["a", 2]}}, "root")
+
+
+@dataclass
+class Checked:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}")
+
+
+def test_a_value_that_the_class_refuses_is_named_with_its_path():
+    assert to_dataclass(Checked, {"size": 2}, "root.inner") == Checked(2)
+    with pytest.raises(ConfigError, match=r"^root\.inner: size is 0"):
+        to_dataclass(Checked, {"size": 0}, "root.inner")

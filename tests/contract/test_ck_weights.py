@@ -72,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ck_i_ten_classes_into_seven(here: Path) -> None:
-    ended = cli.run(["config=fine"], here)
+    ended = cli.forked(["config=fine"], here)
     assert ended.returncode == 2
     assert "wrong configuration: model.weights: " in ended.stderr
     assert f"head.weight has [{CLASSES}, 6] here, [{OLD_CLASSES}, 6] there" in ended.stderr
@@ -80,7 +80,7 @@ def test_ck_i_ten_classes_into_seven(here: Path) -> None:
     # The report is whole in the log, and it was said before the error.
     assert "backbone.weight" in (here / "runs" / "fine" / "log.txt").read_text()
 
-    ended = cli.run(["config=fine", "model.weights.allow=['head.*']"], here)
+    ended = cli.forked(["config=fine", "model.weights.allow=['head.*']"], here)
     assert ended.returncode == 0, ended.stderr
     names = list(Network().state_dict())
     loaded = [name for name in names if name.startswith("backbone.")]
@@ -93,7 +93,7 @@ def test_ck_i_ten_classes_into_seven(here: Path) -> None:
 
 def test_ck_i_a_file_none_of_whose_names_match(here: Path) -> None:
     torch.save({f"old.{n}": v for n, v in Network().state_dict().items()}, "ten.pt")
-    ended = cli.run(["config=fine", "model.weights.allow=['*']"], here)
+    ended = cli.forked(["config=fine", "model.weights.allow=['*']"], here)
     assert ended.returncode == 2
     assert "ten.pt has 0 of 4 tensors of the model" in ended.stderr
     assert "remove_prefix: 'old.'" in ended.stderr

@@ -1,4 +1,8 @@
-"""The true command line in a subprocess: signals, errors, kills, resuming, and its other jobs."""
+"""The command line: signals, errors, kills, resuming, and its other jobs.
+
+Of each kind of case one is a true command line in a subprocess; the others are forks of a process
+that has imported the engine, which train, stop and end as it does, five seconds sooner.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ def probe(folder: Path) -> list[str]:
     return [lines[n] for n in sorted(lines)]
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(path: Path, process: subprocess.Popen[str] | cli.Fork, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, process.communicate()[0]
@@ -75,7 +79,7 @@ def test_the_whole_run_folder(undisturbed):
 def test_res_f_the_same_command_again_says_finished_and_changes_nothing(undisturbed):
     before = newest(undisturbed)
     content = (before / "model.pt").read_bytes()
-    again = cli.run(["config=tiny", PROBE], undisturbed)
+    again = cli.forked(["config=tiny", PROBE], undisturbed)
     assert again.returncode == 0
     assert "already finished" in again.stdout
     assert newest(undisturbed) == before and (before / "model.pt").read_bytes() == content
@@ -85,7 +89,7 @@ def test_res_f_the_same_command_again_says_finished_and_changes_nothing(undistur
 def test_only_test_writes_test_json_and_changes_nothing_else(undisturbed):
     run = undisturbed / "runs" / "tiny"
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    done = cli.run(["config=tiny", "only=test", "weights=newest"], undisturbed)
+    done = cli.forked(["config=tiny", "only=test", "weights=newest"], undisturbed)
     assert done.returncode == 0, done.stderr
     result = json.loads((run / "test.json").read_text())
     final = status(undisturbed)["final"]
@@ -96,7 +100,7 @@ def test_only_test_writes_test_json_and_changes_nothing_else(undisturbed):
 
 
 def test_plan_runs_nothing(tmp_path):
-    done = cli.run(["config=tiny", "plan=true", "schedule=cosine"], cli.folder(tmp_path))
+    done = cli.forked(["config=tiny", "plan=true", "schedule=cosine"], cli.folder(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "30 updates" in done.stdout
     assert "meter_sync, barrier" in done.stdout
@@ -107,15 +111,15 @@ def test_plan_runs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "words", "start"),
     [
-        ("in a train batch", ["hooks.tiny_probe.wait_at=14"]),
-        ("in a test phase", ["hooks.tiny_probe.wait_in_test=true"]),
+        ("in a train batch", ["hooks.tiny_probe.wait_at=14"], cli.start),
+        ("in a test phase", ["hooks.tiny_probe.wait_in_test=true"], cli.Fork),
     ],
 )
-def test_sig_a_sigterm_saves_and_the_resume_is_exact(tmp_path, undisturbed, where, words):
+def test_sig_a_sigterm_saves_and_the_resume_is_exact(tmp_path, undisturbed, where, words, start):
     folder = cli.folder(tmp_path)
-    process = cli.start(["config=tiny", PROBE, *words], folder)
+    process = start(["config=tiny", PROBE, *words], folder)
     wait_for(folder / "probe.txt.waiting", process)
     process.send_signal(signal.SIGTERM)
     (folder / "probe.txt.go").touch()
@@ -123,7 +127,7 @@ def test_sig_a_sigterm_saves_and_the_resume_is_exact(tmp_path, undisturbed, wher
     assert process.returncode == 143, output
     assert status(folder)["status"] == "stopped" and "SIGTERM" in status(folder)["reason"]
     assert newest(folder).name.startswith(f"update_{status(folder)['updates']:09d}"), where
-    done = cli.run(["config=tiny", PROBE], folder)
+    done = cli.forked(["config=tiny", PROBE], folder)
     assert done.returncode == 0, done.stderr
     same_weights(newest(folder), newest(undisturbed))
     assert probe(folder) == probe(undisturbed)
@@ -133,7 +137,7 @@ def test_sig_a_sigterm_saves_and_the_resume_is_exact(tmp_path, undisturbed, wher
 def test_sig_a_in_data_loading_before_update_1(tmp_path, workers):
     words = ["data.train.dataset.seconds=30", f"data.train.workers={workers}"]
     folder = cli.folder(tmp_path)
-    process = cli.start(["config=tiny", *words], folder)
+    process = cli.Fork(["config=tiny", *words], folder)
     wait_for(folder / "runs/tiny/metrics.jsonl", process)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -159,7 +163,7 @@ def test_sig_c_ctrl_c_saves(tmp_path):
 def test_sig_c_twice_leaves_at_once(tmp_path):
     folder = cli.folder(tmp_path)
     words = ["hooks.tiny_probe.wait_at=15", "hooks.checkpoint.every_updates=10"]
-    process = cli.start(["config=tiny", PROBE, *words], folder)
+    process = cli.Fork(["config=tiny", PROBE, *words], folder)
     wait_for(folder / "probe.txt.waiting", process)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -183,22 +187,22 @@ def test_exc_a_an_error_is_shown_and_the_run_is_failed(tmp_path):
 def test_data_b_too_few_samples_and_none(tmp_path):
     folder = cli.folder(tmp_path)
     words = ["data.train.dataset.samples=3", "data.train.drop_last=true"]
-    few = cli.run(["config=tiny", *words], folder)
+    few = cli.forked(["config=tiny", *words], folder)
     assert few.returncode == 1
     assert "3 samples" in few.stderr and "batch of 4" in few.stderr
-    none = cli.run(["config=tiny", "data.train.dataset.samples=0"], folder)
+    none = cli.forked(["config=tiny", "data.train.dataset.samples=0"], folder)
     assert none.returncode == 1
     assert "data.train" in none.stderr and "empty" in none.stderr
 
 
 def test_ck_j_another_configuration_in_the_same_folder_is_refused(undisturbed):
     before = newest(undisturbed)
-    done = cli.run(["config=tiny", "optimizer.lr=0.2"], undisturbed)
+    done = cli.forked(["config=tiny", "optimizer.lr=0.2"], undisturbed)
     assert done.returncode == 2
     assert "optimizer.lr: 0.1 -> 0.2" in done.stderr and "run.dir" in done.stderr
     assert newest(undisturbed) == before
     assert status(undisturbed)["status"] == "finished"  # of the run that is there
-    done = cli.run(["config=tiny", "optimizer.lr=0.2", "run.resume=never"], undisturbed)
+    done = cli.forked(["config=tiny", "optimizer.lr=0.2", "run.resume=never"], undisturbed)
     assert done.returncode == 0, done.stderr
     assert (undisturbed / "runs/tiny.old-1/checkpoints" / before.name).is_dir()
     # Put the first run back for the tests that compare with it.
@@ -206,12 +210,14 @@ def test_ck_j_another_configuration_in_the_same_folder_is_refused(undisturbed):
     (undisturbed / "runs/tiny.old-1").rename(undisturbed / "runs/tiny")
 
 
-def kill_until_done(folder: Path, words: list[str], kills: int, seed: int) -> int:
+def kill_until_done(
+    folder: Path, words: list[str], kills: int, seed: int, start=cli.start, run=cli.run
+) -> int:
     """SIGKILL at random instants, the same command each time, then let it finish; kills made."""
     draw = random.Random(seed)
     made = 0
     for _ in range(kills):
-        process = cli.start(words, folder)
+        process = start(words, folder)
         log = folder / "runs" / words[0].removeprefix("config=") / "log.txt"
         size = log.stat().st_size if log.exists() else 0
         # The import takes seconds; a kill counts from the first sign of life of this start.
@@ -222,7 +228,7 @@ def kill_until_done(folder: Path, words: list[str], kills: int, seed: int) -> in
             process.send_signal(signal.SIGKILL)
             made += 1
         process.communicate(timeout=30)
-    done = cli.run(words, folder)
+    done = run(words, folder)
     assert done.returncode == 0, done.stderr
     return made
 
@@ -232,7 +238,8 @@ def test_res_n_killed_at_random_the_same_command_ends_the_same(tmp_path, undistu
     # The naps keep the run long enough to be hit.
     words = ["config=tiny", PROBE, "data.train.dataset.seconds=0.01",
              "hooks.checkpoint.every_updates=3"]  # fmt: skip
-    assert kill_until_done(folder, words, kills=3, seed=7) > 0
+    # With true command lines: tests/crash/test_crash.py.
+    assert kill_until_done(folder, words, 3, seed=7, start=cli.Fork, run=cli.forked) > 0
     same_weights(newest(folder), newest(undisturbed))
     assert probe(folder) == probe(undisturbed)
 
@@ -281,18 +288,20 @@ class Counter(Hook):
 '''
 
 
-@pytest.mark.parametrize("form", ["./my_step.py", "my_package.my_step"])
-def test_a_step_and_a_hook_from_outside_the_project(tmp_path, form):
+@pytest.mark.parametrize(
+    ("form", "run"), [("./my_step.py", cli.forked), ("my_package.my_step", cli.run)]
+)
+def test_a_step_and_a_hook_from_outside_the_project(tmp_path, form, run):
     folder = cli.folder(tmp_path)
     place = folder / ("my_step.py" if form.startswith(".") else "my_package/my_step.py")
     place.parent.mkdir(exist_ok=True)
     place.write_text(MY_STEP)
     words = ["config=tiny", f"imports=[tests.rigs.tiny,{form}]", "train_step.name=doubled",
              "train_step.factor=3", "hooks.counter={}"]  # fmt: skip
-    done = cli.run([*words, "phases.epochs=2"], folder)
+    done = run([*words, "phases.epochs=2"], folder)
     assert done.returncode == 0, done.stderr
     assert "my step was called 20 times" in done.stdout
-    done = cli.run([*words, "phases.epochs=3"], folder)
+    done = cli.forked([*words, "phases.epochs=3"], folder)
     assert "my step was called 30 times" in done.stdout, "the step's state was not restored"
 
 

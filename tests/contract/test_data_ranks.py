@@ -13,26 +13,17 @@ import torch
 from torch.utils.data import IterableDataset
 
 from phaseloop import Data, Hook, Trainer
-from phaseloop.engine.backends import Ddp, Fsdp
-from tests.rigs import equal, process, r0, r1, ranks, streams
+from phaseloop.engine.backends import Fsdp
+from phaseloop.engine.backends.processes import Processes
+from tests.rigs import equal, pairs, process, r0, r1, ranks, streams
 from tests.rigs.probes import watch
 
 BATCH = 8
 """Of two processes, four each."""
 
 
-class Kept(Ddp):
-    """Stays joined from one task of a process to the next."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", timeout=30, start_timeout=30)
-
-    def teardown(self) -> None:
-        pass
-
-
-def backend() -> Ddp:
-    return Ddp("cpu", timeout=30, start_timeout=30)
+def backend() -> Processes:
+    return ranks.ddp(timeout=30, start_timeout=30)
 
 
 def _parameters(task: Any) -> dict[str, list[float]]:
@@ -131,7 +122,7 @@ CUTS: list[dict[str, int]] = [
 
 
 def _weights() -> list[tuple[float, int, int]]:
-    joined, found = Kept(), []
+    joined, found = pairs.ddp(), []
     for cut in CUTS:
         data = Data(Numbers([[1, 2, 3, 4], [10, 20, 30]]), 5, **cut)
         task = r0.r0([0], 5, train=data, backend=joined)
@@ -150,7 +141,7 @@ def test_the_update_is_the_mean_over_all_processes_however_a_share_is_cut() -> N
 
 def _passes() -> list[tuple[int, int]]:
     """By cut: micro-batches in each window, of which some have weight 0."""
-    joined, found = Kept(), []
+    joined, found = pairs.ddp(), []
     for cut in CUTS:
         data = Data(Numbers([[1, 2, 3, 4], [10, 20, 30]]), 5, **cut)
         probe = watch("on_step", lambda task: task.batch and task.batch.weight)
@@ -177,7 +168,7 @@ def test_all_processes_go_through_the_model_equally_often() -> None:
 
 def _lengths() -> list[Any]:
     """Updates, epochs, and what each of several trainings says."""
-    joined, found = Kept(), []
+    joined, found = pairs.ddp(), []
     cases: list[dict[str, Any]] = [
         {"train": Data(streams.Shared(80), BATCH), "epochs": None, "phases": {"updates": 25}},
         {"train": Data(streams.SharedWithLength(80), BATCH), "epochs": 2},
@@ -235,7 +226,7 @@ def test_data_c_lengths_limits_and_passes() -> None:
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 13)
 
 
-def _tests(joined: Ddp | None, workers: int = 0) -> dict[str, Any]:
+def _tests(joined: Processes | None, workers: int = 0) -> dict[str, Any]:
     """A test of sets of several sizes: ids that were seen, and the metrics."""
     kind = streams.Shared
     sets = {f"of{n}": Data(kind(n), 4, workers=workers) for n in SIZES}

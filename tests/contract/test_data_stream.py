@@ -78,7 +78,7 @@ def test_data_b_a_length_of_0_is_known_before_anything_is_read() -> None:
 
 def test_data_b_on_the_command_line(tmp_path: Path) -> None:
     folder = cli.folder(tmp_path, stream=STREAM)
-    ended = cli.run(["config=stream", "data.train.dataset.count=0"], folder)
+    ended = cli.forked(["config=stream", "data.train.dataset.count=0"], folder)
     assert ended.returncode == 1
     assert "data.train: the stream is empty" in ended.stdout + ended.stderr
 
@@ -147,14 +147,14 @@ def test_data_c_on_the_command_line(tmp_path: Path) -> None:
     ended = cli.run(["config=stream", "run.dir=runs/a"], folder)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((folder / "runs/a/status.json").read_text())["updates"] == 25
-    refused = cli.run(["config=stream", "phases={epochs: 3}", "schedule=cosine"], folder)
+    refused = cli.forked(["config=stream", "phases={epochs: 3}", "schedule=cosine"], folder)
     assert refused.returncode == 2
     assert "phases.updates" in refused.stderr
     words = ["config=stream", "data.train.dataset.name=r1_one_pass", "run.dir=runs/once"]
-    once = cli.run(words, folder)
+    once = cli.forked(words, folder)
     assert once.returncode == 0
     assert "data.train is used up after 10 updates" in once.stdout + once.stderr
-    again = cli.run(words, folder)
+    again = cli.forked(words, folder)
     assert again.returncode == 0
     assert "there is nothing to go on with: data.train is used up" in again.stdout
     assert "setting changed" not in again.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phaseloop import Data, Hook, Phases, Task, TensorData
 from tests.engine.test_ddp import Branches, branched, make, seeded, state
-from tests.rigs import pairs
+from tests.rigs import pairs, process
 from tests.rigs.pairs import Failed
 
 UNUSED = "set backend.find_unused_parameters=true"
@@ -39,6 +40,7 @@ def _branches(pattern: list[int], **data: Any) -> tuple[dict[str, Tensor], float
     ids=str,
 )
 def test_ddp_b_an_error_in_time(pattern: list[int], data: dict[str, Any], ranks: list[int]) -> None:
+    process.result(os.getpid)  # so that what starts processes is there
     begun = time.monotonic()
     ((first, second),) = pairs.results([(_branches, {"pattern": pattern, **data})])
     assert time.monotonic() - begun < 30

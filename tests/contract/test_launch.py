@@ -1,4 +1,7 @@
-"""EXC-b, SIG-b and their like: the true command line on two processes, and how it ends."""
+"""EXC-b, SIG-b and their like: the command line on two processes, and how it ends.
+
+It is the true one, but for cases that only repeat how processes are started: those start forks.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,27 @@ HANGS = 5 * LIMIT
 """Seconds after which a job counts as hanging, on any machine."""
 
 
-def go(folder: Path, *words: str, limit: float = HANGS) -> subprocess.CompletedProcess[str]:
-    """The command line on two processes, in a session of its own; nothing is left of it."""
-    job = cli.start([*TWO, *words], cli.folder(folder), start_new_session=True)
-    return ended(job, limit)
+def go(folder: Path, *words: str, fork: bool = False) -> subprocess.CompletedProcess[str]:
+    """The command line on two processes, in a session of its own; nothing is left of it.
+
+    Args:
+        fork: launcher and processes are forks, which have imported the engine.
+    """
+    if fork:
+        return ended(cli.Fork([*TWO, *words], cli.folder(folder)))
+    return ended(cli.start([*TWO, *words], cli.folder(folder), start_new_session=True))
 
 
-def ended(job: subprocess.Popen[str], limit: float = HANGS) -> subprocess.CompletedProcess[str]:
+def ended(job: subprocess.Popen[str] | cli.Fork) -> subprocess.CompletedProcess[str]:
     """Its end; a job that hangs is ended, with a word on what it said."""
     below = set(descendants(job.pid))
+    if isinstance(job, cli.Fork):
+        output, _ = job.communicate(HANGS)
+        assert job.returncode is not None
+        assert not any(process.alive(pid) for pid in below)
+        return subprocess.CompletedProcess(job.words, job.returncode, output)
     try:
-        output, _ = job.communicate(timeout=limit)
+        output, _ = job.communicate(timeout=HANGS)
     except subprocess.TimeoutExpired:
         for pid in [*descendants(job.pid), job.pid]:
             os.kill(pid, signal.SIGKILL)
@@ -87,15 +100,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "said", "fork"),
     [
-        ("raise", "rank 1: ValueError: planted fault\nTraceback (most recent call last):\n"),
-        ("exit", "rank 1 ended with exit code 3\n"),
-        ("SIGKILL", "rank 1 died (SIGKILL)\n"),
+        ("raise", "rank 1: ValueError: planted fault\nTraceback (most recent call last):\n", False),
+        ("exit", "rank 1 ended with exit code 3\n", True),
+        ("SIGKILL", "rank 1 died (SIGKILL)\n", True),
     ],
 )
-def test_exc_b_one_of_two_fails(tmp_path: Path, how: str, said: str) -> None:
-    done = go(tmp_path, f"hooks.tiny_rank_fault.how={how}")
+def test_exc_b_one_of_two_fails(tmp_path: Path, how: str, said: str, fork: bool) -> None:
+    done = go(tmp_path, f"hooks.tiny_rank_fault.how={how}", fork=fork)
     assert since_fault(tmp_path) < 30.0
     assert done.returncode == 1, done.stdout
     assert said in done.stdout
@@ -117,7 +130,7 @@ def test_sig_b_sigterm_to_one_of_two(tmp_path: Path, undisturbed: Path) -> None:
     assert "rank" not in done.stdout.replace("ranks", "") and "Traceback" not in done.stdout
     # Both have stopped at one border, the one after the window in which the signal came.
     assert newest(tmp_path).manifest["updates"] == 14
-    assert go(tmp_path).returncode == 0
+    assert go(tmp_path, fork=True).returncode == 0
     assert same(weights(tmp_path), weights(undisturbed))
 
 
@@ -129,6 +142,7 @@ def test_a_restart_resumes_exactly(tmp_path: Path, undisturbed: Path) -> None:
         "run.resume=never",
         "hooks.checkpoint.every_updates=4",
         "hooks.tiny_rank_fault={how: SIGKILL, rank: 0, update: 13, once: true}",
+        fork=True,
     )
     assert done.returncode == 0, done.stdout
     assert "rank 0 died (SIGKILL)\n" in done.stdout

@@ -7,13 +7,15 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from phaseloop import Hook, Order, Phases, Run, Task, TensorData, Trainer
+from phaseloop.engine import rng
+from phaseloop.engine.backends import Single
 from phaseloop.engine.checkpoint import contents, store
 from phaseloop.engine.data.source import Data
 from phaseloop.hooks.average import Average
@@ -451,6 +453,22 @@ def test_res_g_right_after_loading_all_is_as_it_was_saved(
     assert state["optimizers"]["optimizer"]["state"]  # there is something to lose
     assert set(state["hooks"]) >= {"average", "early_stop", "checkpoint", "metrics_file"}
     assert process.result(loaded, folder, **options) == []
+
+
+class Seeded(Single):
+    """A device with a generator of its own, of which a checkpoint made on the CPU has no state."""
+
+    seeds: ClassVar[list[int]] = []
+
+    def seed_device(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+
+def test_res_g_a_generator_that_the_checkpoint_does_not_know_is_seeded(tmp_path: Path) -> None:
+    r1.train(tmp_path, epochs=1)
+    Seeded.seeds.clear()
+    r1.train(tmp_path, epochs=2, seed=0, backend=Seeded("cpu"))
+    assert Seeded.seeds == [rng.mix(0, rng.START, 0)]
 
 
 class Twins(nn.Module):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -29,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from tests.rigs import process
+from tests.rigs import cli, process
 
 ROOT = process.ROOT
 LIMIT = 120.0
@@ -159,7 +158,8 @@ class Player:
             is_ours = plain and words[0] == "python" and words[1].endswith(".py")
             self._started_anew -= is_ours
             if is_ours and self._started_anew < 0:
-                ended = process.start(_run_file, words[1:], str(self._folder)).wait(LIMIT)
+                file, *rest = words[1:]
+                ended = process.start(cli.go_on_as, file, rest, self._folder).wait(LIMIT)
                 code, output = _as_shells_say(ended.code), ended.output
             else:
                 code, output = self._shell(command)
@@ -220,13 +220,6 @@ def _as_shells_say(code: int) -> int:
 
 
 # --- inside a new process ---
-
-
-def _run_file(words: list[str], folder: str) -> None:
-    os.chdir(folder)
-    sys.argv = list(words)
-    sys.path[0] = str(Path(words[0]).absolute().parent)
-    runpy.run_path(words[0], run_name="__main__")
 
 
 def _run_code(code: str, page: str, folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -15,7 +16,11 @@ import phaseloop.hooks
 import phaseloop.train_steps
 from phaseloop.engine import registry
 from phaseloop.engine.checkpoint.compare import FREE_HOOKS, MAY_CHANGE
-from phaseloop.engine.config import build  # noqa: F401 registers torch's optimizers and losses
+from phaseloop.engine.config import (
+    build,  # noqa: F401 registers torch's optimizers and losses
+    schema,
+)
+from phaseloop.engine.config.compose import compose
 from phaseloop.engine.config.schema import Schema, TestSet, TrainSet
 from phaseloop.engine.events import EVENTS, Hook, Order
 from phaseloop.engine.trainer import Trainer
@@ -25,10 +30,23 @@ README = pages.ROOT / "README.md"
 PAGES = [README, *sorted((pages.ROOT / "docs").glob("*.md"))]
 DOCS = pages.ROOT / "docs"
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+RECIPES = sorted((pages.ROOT / "recipes").rglob("README.md"))
 
 
-@each_page
+def _id(page: Path) -> str:
+    return page.stem if page in PAGES else f"recipes-{page.parent.name}"
+
+
+each_page = pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=_id)
+
+
+# What their examples need is in environments of their own: tests/horovod, tests/xla play them.
+_ELSEWHERE = {"horovod", "xla"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in _ELSEWHERE], ids=lambda page: page.stem
+)
 def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
     pages.Player(page, tmp_path, started_anew=page.stem == "start").play()
 
@@ -47,13 +65,31 @@ def test_links_lead_somewhere(page: Path) -> None:
 @each_page
 def test_make_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
-    for named in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), re.MULTILINE):
-        assert (named[0] or named[1]) in targets
+    code = "\n".join(block.text for block in pages.blocks(page))
+    named = re.findall(r"`make ([a-z-]+)", pages.prose(page))
+    for target in [*named, *re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)]:
+        assert target in targets
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
     for page in DOCS.glob("*.md"):
         assert f"](docs/{page.name})" in README.read_text()
+
+
+# --- pages of recipes: what they show is trained in full, so it is not played here ---
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=_id)
+def test_the_commands_of_a_recipe_are_configurations_that_there_are(page: Path) -> None:
+    said = [block for block in pages.blocks(page) if block.language in ("bash", "sh")]
+    for command in (line for block in said for line, _ in pages.commands(block.text)):
+        words = shlex.split(command, comments=True)
+        if words[:2] == ["python", "tools/run.py"]:
+            schema.check(compose(words[2:]).config)
+        elif words[:2] == ["python", "tools/seeds.py"]:
+            schema.check(compose([w for w in words[2:] if not w.startswith("seeds=")]).config)
+        elif words[0] == "python":
+            assert (pages.ROOT / words[1]).exists() or words[1] == "-m", command
 
 
 # --- loop.md ---
@@ -122,6 +158,7 @@ def test_the_table_of_registered_names() -> None:
         "meters": registry.meters,
         "sampler": registry.samplers,
         "batch_transform": registry.batch_transforms,
+        "augment": registry.augmentations,
         "optimizer": registry.optimizers,
         "schedule": registry.schedules,
         "backend": registry.backends,
@@ -153,11 +190,12 @@ def test_the_table_of_keys_of_a_set() -> None:
 
 
 def _ours(names: registry.Registry) -> list[str]:
-    """Without what other tests of this session have registered."""
+    """Without what other tests of this session have registered, and recipes in them."""
     return [
         entry.name
         for entry in names
         if entry.target.__module__.split(".")[0] in ("phaseloop", "torch")
+        and not entry.target.__module__.startswith("phaseloop.recipes.")
     ]
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from phaseloop import Hook, LossScale, ModelOptions, Precision, Trainer, Weights
+from phaseloop.engine.backends import Fsdp
 from phaseloop.engine.checkpoint.store import Store
+from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.model_options import Compile
 from phaseloop.hooks.average import Average
 from phaseloop.hooks.freeze import Freeze
@@ -251,6 +254,14 @@ class CallsAPart:
 
     def __call__(self, task: Any) -> None:
         task.bare_model.last(task.next_batch().input)
+
+
+def test_a_torch_that_cannot_reduce_unused_ones_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of 2.9: the option is newer."""
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ConfigError, match=r"backend.reduce_unused: torch 2\.9\.1\+cpu cannot"):
+        Fsdp(reduce_unused=True).prepare_model(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,18 @@ def test_a_set_reports_by_phase_and_name() -> None:
     assert meters.direction("test/loss/box") is False
 
 
+def test_outputs_may_be_measured_without_a_loss() -> None:
+    meters = MeterSet("test", {"accuracy": Accuracy()})
+    output, target = batches()[4]
+    meters.update(None, 5, output, target)
+    assert meters.compute() == {"test/accuracy": float((output.argmax(1) == target).sum()) / 5}
+    nothing = MeterSet("test")
+    nothing.update(None, 5, output, target)
+    assert nothing.compute() == {}
+    nothing.reset()
+    assert math.isnan(nothing.compute()["test/loss"])  # nothing was measured at all
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_reset_set_is_as_new() -> None:
     meters = MeterSet("test", {"accuracy": Accuracy(), "theirs": MulticlassAccuracy(CLASSES)})
@@ -299,7 +311,7 @@ def test_a_reset_set_is_as_new() -> None:
     meters.update(torch.tensor(2.0), 5, output, target)
     meters.add_parts({"box": torch.tensor(1.5)}, 5)
     meters.reset()
-    assert meters.compute().keys() == {"test/loss", "test/accuracy", "test/theirs"}
+    assert meters.compute().keys() == {"test/accuracy", "test/theirs"}  # no loss was measured
     assert str(meters.state_dict()) == str(fresh)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.rigs import process, r1, ranks
 
 def talk() -> dict[str, Any]:
     """Every collective once, with numbers that tell the ranks apart."""
-    backend = Ddp()
+    backend = ranks.ddp()
     backend.setup()
     backend.setup()  # again: nothing
     rank = backend.rank
@@ -51,7 +52,7 @@ def talk() -> dict[str, Any]:
         "rows": rows.shape[0],
     }
     backend.barrier()
-    backend.failed()
+    backend.failed(RuntimeError("planted"))
     try:
         backend.barrier()
     except PhaseloopError as error:
@@ -72,6 +73,27 @@ def test_every_collective_once() -> None:
     assert second["gathered"] == [None, 11]
     assert first["problem"].startswith("ValueError")
     assert second["problem"].startswith("PeerError: rank 0: ValueError: invalid literal")
+
+
+def beside_another_group() -> tuple[list[str], bool]:
+    """What a backend says, asked twice, where torch.distributed is initialised already."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    said, backend = [], Ddp("cpu")
+    for _ in range(2):
+        try:
+            backend.setup()
+        except PhaseloopError as error:
+            said.append(str(error))
+    backend.teardown()
+    return said, dist.is_initialized()
+
+
+def test_who_could_not_join_is_not_taken_for_joined_and_leaves_nothing() -> None:
+    said, is_there = ranks.agreed(ranks.results(beside_another_group))
+    assert len(said) == 2 and all("initialized already" in one for one in said)
+    assert is_there, "the group was somebody else's"
 
 
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
@@ -112,7 +134,7 @@ class Sleep(Hook):
 
 def train_with_one_asleep() -> tuple[int, float]:
     """Updates made, and seconds from the second one to the error."""
-    task = r1.make_task(None, backend=Ddp(timeout=1.0))
+    task = r1.make_task(None, backend=ranks.ddp(timeout=1.0))
     since = []
 
     class Note(Hook):
@@ -240,7 +262,7 @@ def train_with_slow_disk(folder: Path, background: bool) -> int:
     from phaseloop import Trainer
 
     save = {"every_updates": 2, "background": background}
-    task = r1.make_task(folder, backend=Ddp(timeout=1.0), epochs=None, phases={"updates": 7})
+    task = r1.make_task(folder, backend=ranks.ddp(timeout=1.0), epochs=None, phases={"updates": 7})
     Trainer(task, r1.make_hooks(save=save, slow=SlowStore())).train()
     return task.progress.updates
 
@@ -248,6 +270,28 @@ def train_with_slow_disk(folder: Path, background: bool) -> int:
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_may_take_longer_than_the_time_limit(tmp_path: Path, background: bool) -> None:
     assert ranks.results(train_with_slow_disk, tmp_path / "run", background) == [7, 7]
+
+
+class GoesBack(Hook):
+    """Rolls back at update 5, while checkpoint 4 is still on its way."""
+
+    def on_gradients(self, task: Task) -> None:
+        if task.progress.updates == 4 and not task.progress.roll_backs:
+            task.roll_back("the test asked for it", most=1)
+
+
+def train_and_go_back_with_slow_disk(folder: Path) -> tuple[int, int, str]:
+    from phaseloop import Trainer
+
+    task = r1.make_task(folder, backend=Ddp(timeout=1.0), epochs=None, phases={"updates": 6})
+    hooks = r1.make_hooks(save={"every_updates": 4}, slow=SlowStore(), back=GoesBack())
+    Trainer(task, hooks).train()
+    return task.progress.roll_backs, task.progress.updates, Path(task.resumed_from).name
+
+
+def test_going_back_waits_for_the_save_in_flight_on_all_processes(tmp_path: Path) -> None:
+    told = ranks.results(train_and_go_back_with_slow_disk, tmp_path / "run")
+    assert told == [(1, 6, "update_000000004-1")] * 2
 
 
 def train_until_rank_1_raises(folder: Path) -> None:
@@ -305,7 +349,7 @@ def in_vain(where: str) -> str:
                     time.sleep(30)
                 task.backend.all_gather_object("is anybody here?")
 
-    task = r1.make_task(None, backend=Ddp(timeout=1.0))
+    task = r1.make_task(None, backend=ranks.ddp(timeout=1.0))
     try:
         Trainer(task, {"learning_rate": r1.learning_rate.LearningRate(), "odd": Odd()}).train()
     except PhaseloopError as error:
@@ -343,6 +387,43 @@ def train_by_default() -> tuple[int, int]:
     )
     outcome = Trainer(task, {}).train()
     return outcome.updates, task.backend.world_size
+
+
+def fail_while_another_is_busy() -> None:
+    """Rank 1 fails with sums under way that rank 0 does not come to, and exits."""
+    import torch.distributed as dist
+
+    backend = ranks.ddp()
+    backend.setup()
+    backend.barrier()
+    if backend.primary:
+        time.sleep(BUSY)
+        return
+    under_way = backend.sum_on_host(torch.ones(1))
+    assert under_way is not None and not under_way.is_completed()
+    if not ranks.by_horovod():
+        dist.all_reduce(torch.ones(1), async_op=True)
+    backend.failed(RuntimeError("planted"))
+    backend.teardown()
+    Path(sys.argv[1]).touch()
+    sys.exit(3)
+
+
+BUSY = 40.0
+"""Seconds; no test waits for them."""
+
+
+def test_who_has_failed_is_gone_while_another_is_busy(tmp_path: Path) -> None:
+    mark = tmp_path / "failed"
+    code = "from tests.engine import test_processes as t; t.fail_while_another_is_busy()"
+    with ranks.programs(code, str(mark)) as (first, second):
+        while not mark.exists():
+            assert second.poll() is None, second.communicate()[1]
+            time.sleep(0.05)
+        _, said = second.communicate(timeout=BUSY / 2)
+        # Now and then its libraries do not let it go, and it is ended, with the code of an error.
+        assert second.returncode in (3, 1), said
+        assert first.poll() is None
 
 
 def test_a_task_joins_by_itself_where_a_launcher_has_started_it() -> None:

@@ -106,7 +106,8 @@ def test_a_direction_that_nobody_knows_is_an_error(metric: str) -> None:
     [
         ("tests/accuracy", r"test, train"),
         ("accuracy", r"test, train"),
-        ("test/acuracy", r"Did you mean 'test/accuracy'\?.*test/both.*test/loss"),
+        ("test/acuracy", r"Did you mean 'test/accuracy'\?.*test/both/mean.*test/loss"),
+        ("test/both", r"There are: .*test/both/mean, test/both/top"),
         ("test/", r"test/accuracy"),
         ("test", r"test/accuracy"),
         ("train/accuracy", r"There are: train/loss"),
@@ -118,6 +119,14 @@ def test_a_name_that_no_meter_has_is_an_error_at_the_start(
     with pytest.raises(ConfigError, match=says) as error:
         ranking(metric, mode)
     assert error.value.key == "hooks.mine.metric"
+
+
+def test_a_value_that_its_meter_does_not_name_needs_a_mode() -> None:
+    """It may report others than it names."""
+    with pytest.raises(ConfigError, match=r"Did you mean 'test/both/top'\?") as error:
+        ranking("test/both/topp")
+    assert error.value.key == "hooks.mine.metric"
+    assert ranking("test/both/other", "max").mode == "max"
 
 
 @pytest.mark.parametrize(

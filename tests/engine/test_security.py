@@ -60,6 +60,15 @@ KNOWN = {
     ("engine/config/components.py", "importlib.import_module"),
     # inside the packages that a target may name
     ("engine/config/targets.py", "importlib.import_module"),
+    # what processes of one job say to one another, as by torch's own functions for objects
+    ("engine/backends/host.py", "pickle"),
+    ("engine/backends/xla/threads.py", "pickle"),
+    # torch_xla, late
+    ("engine/backends/xla/package.py", "importlib.import_module"),
+    # readelf and gcc, for the libraries of torch in an environment that is being built
+    ("tools/environments/stub_cuda.py", "subprocess.run"),
+    # our own command line, once for each seed
+    ("tools/seeds.py", "subprocess.run"),
 }
 
 

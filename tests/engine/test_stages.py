@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloop import ConfigError, Data, Phases, Schedule, Stage, Task, Warmup
+from phaseloop import ConfigError, Data, Hook, Phases, Schedule, Stage, Task, Warmup
 from phaseloop.engine import durations
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.checkpoint import Checkpoint
@@ -232,6 +232,84 @@ def test_stages_one_after_the_other_each_with_its_own() -> None:
     assert weight(task) == -(3 * 1 + 2 * 20)
     assert seen.seen == [
         ("a", "train"), ("b 1/2", "train"), ("b 1/2", "test"), ("b 2/2", "train"), ("b 2/2", "test")
+    ]  # fmt: skip
+
+
+def noted(task: Task) -> None:
+    """A step that only measures."""
+    batch = task.next_batch()
+    task.measure(None, task.forward(batch.input), batch.target)
+
+
+def test_a_stage_without_updates_tests_at_its_start_by_its_own_step() -> None:
+    """Also where the stage before it has tested at the same update, by another step."""
+    seen: list[int] = []
+
+    def look(task: Task) -> None:
+        seen.append(task.progress.updates)
+        noted(task)
+
+    stages = [
+        Stage(name="before", updates=0, test_at_start=True, train_step=look),
+        Stage(name="a", epochs=1),
+        Stage(name="look", updates=0, test_at_start=True, train_step=look),
+        Stage(name="again", updates=0, test_at_start=True),
+        Stage(name="none", updates=0),
+        Stage(name="b", epochs=1),
+        Stage(name="last", epochs=0, test_at_start=True, train_step=look),
+    ]
+    task = r0([1, 1, 1], 1, phases=stages, test=Data(numbers([1]), 1))
+    ends = watch("on_phase_end", lambda t: (t.stages.label(t.progress.stage), t.phase.name))
+    assert train(task, ends=ends).updates == 6
+    assert seen == [0, 3, 6]
+    assert ends.seen == [
+        ("before", "test"), ("a", "train"), ("a", "test"), ("look", "test"), ("again", "test"),
+        ("b", "train"), ("b", "test"), ("last", "test"),
+    ]  # fmt: skip
+    assert task.over
+
+
+def test_a_stage_with_other_test_sets_tests_them_at_its_start() -> None:
+    tests = {name: Data(numbers([1]), 1) for name in ("one", "two")}
+    stages = [
+        Stage(name="a", updates=1, test_sets=["one"]),
+        Stage(name="b", updates=0, test_sets=["two"], test_at_start=True),
+        Stage(name="c", updates=0, test_sets=["two"], test_at_start=True),  # tested already
+        Stage(name="d", updates=0, test_sets=[], test_at_start=True),
+    ]
+    ends = watch("on_phase_end", lambda t: (t.stages.label(t.progress.stage), t.phase.name))
+    train(r0([1], 1, phases=stages, test=tests), ends=ends)
+    assert ends.seen == [("a", "train"), ("a", "one"), ("b", "two")]
+
+
+def test_a_step_hears_of_the_beginning_and_the_end_of_its_phases_before_the_hooks() -> None:
+    heard: list[tuple[str, str]] = []
+
+    class Step:
+        def __call__(self, task: Task) -> None:
+            standard_train_step(task)
+
+        def on_phase_start(self, task: Task) -> None:
+            heard.append(("step starts", task.phase.name))
+
+        def on_phase_end(self, task: Task) -> None:
+            heard.append(("step ends", task.phase.name))
+
+    class Listener(Hook):
+        def on_phase_start(self, task: Task) -> None:
+            heard.append(("hook starts", task.phase.name))
+
+        def on_phase_end(self, task: Task) -> None:
+            heard.append(("hook ends", task.phase.name))
+
+    phases = Phases(epochs=1, test_every_updates=1)  # a test in the middle of the epoch
+    task = r0([1, 1], 1, phases=phases, test=Data(numbers([1]), 1), train_step=Step())
+    train(task, listener=Listener())
+    test = [("step starts", "test"), ("hook starts", "test")]
+    test += [("step ends", "test"), ("hook ends", "test")]
+    assert heard == [
+        ("step starts", "train"), ("hook starts", "train"), *test,
+        ("step ends", "train"), ("hook ends", "train"), *test,
     ]  # fmt: skip
 
 

@@ -303,6 +303,9 @@ def test_what_is_refused() -> None:
         train(r1.make_task(None), bn=PreciseBN())
     with pytest.raises(ConfigError, match=r"hooks\.bn: it needs training data"):
         train(make(train=None), bn=PreciseBN())
+    with pytest.raises(ConfigError, match=r"one input, and data\.train\.views is 2"):
+        pairs = Data(numbers(XS), 2, views=2)
+        train(make(train=pairs, train_step=lambda task: None), bn=PreciseBN())
 
 
 def nothing(samples: list[Any]) -> None:

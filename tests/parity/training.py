@@ -6,7 +6,8 @@ clipping, averaged weights that are tested, and test phases with built-in and to
 
 from __future__ import annotations
 
-import os
+import random
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,25 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from phaseloop import Accuracy, Data, Gradients, Trainer
-from phaseloop.engine import registry
+from phaseloop.engine import registry, replica
+from phaseloop.engine.backends import joining
 from phaseloop.engine.checkpoint import store
 from phaseloop.hooks.average import Average
-from tests.rigs import equal, process, r1, ranks, sharded
+from tests.rigs import equal, process, r1, ranks, replicas, sharded
 
 SAMPLES, BATCH, EPOCHS = 41, 12, 3
 UPDATES = 4
 """In an epoch: three of 12 samples and one of 5."""
+PIECES = (1, 3)
+"""Micro-batches of a window."""
+MOST = 1e-10
+"""Largest difference, in float64: only the order of sums is another."""
 MIDDLE = 6
 """The update of the second epoch whose checkpoint others resume from."""
+
+
+_COMPILING = 300.0
+"""Seconds that a process gets in which some fifty programs are compiled."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,74 @@ class Job:
     start: str | None = None
 
 
+class Rows:
+    """Ways to run, each with every number of micro-batches; each run is made once.
+
+    Args:
+        ways: the first is what the others are compared with.
+    """
+
+    def __init__(self, ways: list[Way]) -> None:
+        self.ways = ways
+        self._rows = [(way, pieces) for way in ways for pieces in PIECES]
+        self._folders: dict[Way, dict[int, Path]] = {}
+
+    def check_same(self, way: Way) -> None:
+        """It gives what the first gives."""
+        for pieces, folder in self._undisturbed(way).items():
+            found = list(differences(self._reference(), folder, 0, MOST))
+            assert not found, f"{way}, {pieces} micro-batches: {found}"
+
+    def check_goes_on(self, way: Way, place: Path) -> None:
+        """It goes on from others' checkpoints as those would have.
+
+        Args:
+            place: an empty folder.
+        """
+        jobs, names = [], []
+        for number, (other, pieces) in enumerate(self._rows):
+            if other != way:
+                continue
+            for source, cut in self._sources(number):
+                start = middle(self._undisturbed(source)[cut])
+                jobs.append(Job(str(place / str(len(jobs))), pieces, str(start)))
+                names.append(f"{pieces} micro-batches, from {source} with {cut}")
+        run(way, jobs)
+        for job, name in zip(jobs, names, strict=True):
+            found = list(differences(self._reference(), Path(job.folder), MIDDLE, MOST))
+            assert not found, f"{way}, {name}: {found}"
+
+    def _sources(self, number: int) -> list[tuple[Way, int]]:
+        """Whose checkpoints a row goes on from: that of the row before it, and one by chance.
+
+        So each row's checkpoint is taken up, and a run handed from row to row would come around.
+        """
+        others = [row for row in self._rows if row != self._rows[number]]
+        return [self._rows[number - 1], random.Random(number).choice(others)]
+
+    def _undisturbed(self, way: Way) -> dict[int, Path]:
+        """By the number of micro-batches, folders of undisturbed runs in the same processes."""
+        if way not in self._folders:
+            place = Path(tempfile.mkdtemp(dir=process.scratch()))
+            folders = {pieces: place / str(pieces) for pieces in PIECES}
+            run(way, [Job(str(folder), pieces) for pieces, folder in folders.items()])
+            self._folders[way] = folders
+        return self._folders[way]
+
+    def _reference(self) -> Path:
+        return self._undisturbed(self.ways[0])[PIECES[0]]
+
+
 def run(way: Way, jobs: list[Job]) -> None:
     """The trainings, one after another in the same processes; every process has to end well."""
-    if way.backend == "single":
-        process.result(_train_all, way, jobs)
-    else:
+    if way.processes == 1 and way.backend != "horovod":
+        limit = _COMPILING if way.backend == "xla" else process.LIMIT
+        process.result_within(limit, _train_all, way, jobs)
+        return
+    if way.backend == "xla":
+        replicas.result(_train_all, way=way, jobs=jobs)
+        return
+    with ranks.horovod_instead(way.backend == "horovod"):
         ranks.results(_train_all, way, jobs, processes=way.processes)
 
 
@@ -126,7 +199,9 @@ def _train_all(way: Way, jobs: list[Job]) -> None:
 
 def _train(way: Way, job: Job) -> None:
     # Ranks begin with different weights; those of the first have to rule.
-    model = r1.network(seed=int(os.environ.get("RANK", 0)))
+    joined = joining.found()
+    with replica.one_at_a_time:
+        model = r1.network(seed=0 if joined is None else joined.rank)
     model[2] = nn.LayerNorm(8)
     task = r1.make_task(
         Path(job.folder), epochs=EPOCHS, model=model, precision="float64",

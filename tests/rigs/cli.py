@@ -1,10 +1,14 @@
-"""The command line in a subprocess, and in this process where only its messages matter."""
+"""The command line: in a subprocess; in a fork, which is a new process too; in this process."""
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.rigs import nursery, process
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "tools" / "run.py"
@@ -70,3 +74,71 @@ def start(
         text=True,
         start_new_session=start_new_session,
     )
+
+
+# --- in a fork: as true a process, which has imported the engine already: five seconds sooner ---
+
+
+def forked(
+    words: Sequence[str], cwd: Path, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """The same as :func:`run`."""
+    with tempfile.TemporaryDirectory() as made:
+        files = [Path(made) / "stdout", Path(made) / "stderr"]
+        ended = process.start(go_on_as, RUN, words, cwd, environment(), files).wait(timeout)
+        texts = [file.read_text() for file in files]
+        return subprocess.CompletedProcess(list(words), ended.code, *texts)
+
+
+class Fork:
+    """The same as what :func:`start` gives, in so far as tests use it."""
+
+    def __init__(self, words: Sequence[str], cwd: Path) -> None:
+        self.words = list(words)
+        self.returncode: int | None = None
+        self._output = ""
+        self._running = process.start(go_on_as, RUN, words, cwd, environment())
+        self.pid = self._running.pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None: it runs."""
+        if self.returncode is None and (ended := self._running.ended(0.01)) is not None:
+            self.returncode, self._output = ended.code, ended.output
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; one that has ended does not mind."""
+        self._running.send(number)
+
+    def communicate(self, timeout: float = process.LIMIT) -> tuple[str, None]:
+        """What it has printed, once it has ended; one that hangs is ended, and shown."""
+        if self.returncode is None:
+            ended = self._running.wait(timeout)
+            self.returncode, self._output = ended.code, ended.output
+        return self._output, None
+
+
+def go_on_as(
+    file: Path,
+    words: Sequence[str],
+    cwd: Path,
+    variables: Mapping[str, str] | None = None,
+    streams: Sequence[Path] = (),
+) -> None:
+    """In a new process: be what ``python FILE WORDS`` is, in ``cwd``.
+
+    Args:
+        variables: all of its environment; None: this process's.
+        streams: files that take its output and its errors; none: where they go now.
+    """
+    for number, stream in enumerate(streams, 1):
+        os.dup2(os.open(stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    if variables is not None:
+        os.environ.clear()
+        os.environ.update(variables)
+    os.chdir(cwd)
+    sys.argv = [str(file), *words]
+    sys.path[:1] = [str(Path(file).absolute().parent), str(ROOT)]
+    if any(word.startswith("backend") for word in words):
+        nursery.open_one()
+    runpy.run_path(str(file), run_name="__main__")

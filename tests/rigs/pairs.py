@@ -14,7 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from phaseloop import Hook, Outcome, Task, Trainer
-from phaseloop.engine.backends import Ddp
+from phaseloop.engine.backends import Ddp, Horovod
+from phaseloop.engine.backends.host import Host
+from phaseloop.engine.backends.processes import Processes
 from tests.rigs import ranks
 
 Case = tuple[Callable[..., Any], dict[str, Any]]
@@ -27,29 +29,44 @@ class Failed(str):
     """The text of an error that a case ended with."""
 
 
-class StaysJoined(Ddp):
-    """Backend ``ddp`` on the CPU, whose processes find each other once, for all tasks after."""
+class _StaysJoined(Processes):
+    """On the CPU; its processes find each other once, for all tasks after."""
 
     _joined: Any = None
 
     def setup(self) -> None:
         if self.world_size == 1:
             return
-        if StaysJoined._joined is None:
+        if _StaysJoined._joined is None:
             super().setup()
-            StaysJoined._joined = self._host
-        self._host = StaysJoined._joined
+            _StaysJoined._joined = self.host
+        self.host = _StaysJoined._joined
 
     def patient(self, on: bool) -> None:
         """The time that a collective may take stays as it is."""
 
     def teardown(self) -> None:
-        self._host = None
+        self.unwrap()
+        self.host = Host()
+
+    def _exit(self) -> None:
+        """The process goes on after an error, and ends in order."""
 
 
-def ddp(**options: Any) -> Ddp:
-    """On the CPU."""
-    return StaysJoined("cpu", **{"timeout": PATIENCE, "start_timeout": PATIENCE, **options})
+class StaysJoined(_StaysJoined, Ddp):
+    """Backend ``ddp``."""
+
+
+class HorovodStaysJoined(_StaysJoined, Horovod):
+    """Backend ``horovod``."""
+
+
+def ddp(**options: Any) -> Processes:
+    """On the CPU; see :func:`tests.rigs.ranks.ddp`."""
+    options = {"timeout": PATIENCE, "start_timeout": PATIENCE, **options}
+    if ranks.by_horovod():
+        return HorovodStaysJoined("cpu", **ranks.without_ddps(options))
+    return StaysJoined("cpu", **options)
 
 
 def results(cases: Sequence[Case], processes: int = 2, limit: float = 60.0) -> list[list[Any]]:
@@ -68,7 +85,8 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _all(cases: list[Case]) -> list[Any]:
+def play(cases: Sequence[Case]) -> list[Any]:
+    """In this process, one after another: what each returned, or a :class:`Failed`."""
     found: list[Any] = []
     for function, options in cases:
         print(function.__name__, options, flush=True)
@@ -76,6 +94,11 @@ def _all(cases: list[Case]) -> list[Any]:
             found.append(function(**options))
         except Exception as error:
             found.append(Failed(f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _all(cases: list[Case]) -> list[Any]:
+    found = play(cases)
     if dist.is_initialized() and not any(isinstance(one, Failed) for one in found):
         dist.destroy_process_group()
     return found

@@ -12,6 +12,8 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import importlib.util
+import logging
 import os
 import pickle
 import shutil
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch imports dynamo when the first optimizer is made: two seconds for each process; hooks import
@@ -35,7 +37,15 @@ PRELOADED = ("pytest", "phaseloop.engine.task", "phaseloop.hooks", "phaseloop.tr
              "phaseloop.tools.jobs", "phaseloop.tools.run", "hydra", "tests.rigs.r1",
              "phaseloop.engine.backends.launch", "tests.crash.command", "torch._dynamo",
              "torch.utils.tensorboard", "matplotlib.backends.backend_agg", "s3fs",
-             "torchmetrics.classification")  # fmt: skip
+             "torchmetrics.classification",
+             *(["horovod.torch"] if importlib.util.find_spec("horovod") else []))  # fmt: skip
+MORE = "PHASELOOP_TESTS_PRELOAD"
+"""A variable with the name of one more module, of tests in an environment of their own."""
+
+_TO_LEAVE = 3.0
+"""Seconds, less than a failed process has by itself: gloo may hang at both ends of a connection
+that both have cut."""
+
 LIMIT = 60.0
 """Seconds that a process gets before it counts as hanging; far more than any needs."""
 
@@ -135,7 +145,12 @@ def run(function: Callable[..., Any], *args: Any, **options: Any) -> Ended:
 
 def result(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """What ``function`` returned in a new process, which has to end well."""
-    ended = run(function, *args, **options)
+    return result_within(LIMIT, function, *args, **options)
+
+
+def result_within(limit: float, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The same, in so many seconds."""
+    ended = start(function, *args, **options).wait(limit)
     assert ended.code == 0, f"ended with {ended.code}:\n{ended.output}"
     return ended.value
 
@@ -242,8 +257,9 @@ def _serve() -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever an import prints is no reply
-    for name in PRELOADED:
+    for name in (*PRELOADED, *filter(None, [os.environ.get(MORE)])):
         importlib.import_module(name)
+    logging.root.handlers.clear()  # torch_xla gives it one, and the backend takes that away again
     gc.collect()
     gc.freeze()  # else every fork copies all pages when it collects
     while True:
@@ -268,17 +284,22 @@ def _await(pid: int, limit: float) -> int | None:
 def _fork(payload: bytes, folder: str) -> int:
     pid = os.fork()
     if pid == 0:
-        _leave(_call(payload, Path(folder)))
+        leave(code_of(_call, payload, Path(folder)))
     return pid
 
 
-def _call(payload: bytes, folder: Path) -> int:
-    """In the new process: call the function; the exit code."""
+def _call(payload: bytes, folder: Path) -> None:
+    """In the new process: call the function, and leave what it returns."""
+    _become(folder)
+    function, args, options = pickle.loads(payload)
+    value = function(*args, **options)
+    (folder / "result").write_bytes(pickle.dumps(value))
+
+
+def code_of(function: Callable[..., Any], *args: Any) -> int:
+    """The exit code of a process that does nothing but call this."""
     try:
-        _become(folder)
-        function, args, options = pickle.loads(payload)
-        value = function(*args, **options)
-        (folder / "result").write_bytes(pickle.dumps(value))
+        function(*args)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -287,9 +308,15 @@ def _call(payload: bytes, folder: Path) -> int:
     return 0
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """What an interpreter does at its end, but for taking itself apart, which takes a second."""
     threading._shutdown()  # type: ignore[attr-defined]
+    host = sys.modules.get("phaseloop.engine.backends.host")
+    # It has failed, and is gone within seconds; what it was called with says how.
+    if host is not None and host._left:
+        timer = threading.Timer(_TO_LEAVE, os._exit, [code])
+        timer.daemon = True
+        timer.start()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

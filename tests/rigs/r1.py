@@ -33,7 +33,8 @@ from phaseloop import (
     Trainer,
     Warmup,
 )
-from phaseloop.engine.backends import Ddp
+from phaseloop.engine import replica
+from phaseloop.engine.backends import Backend, Ddp, Horovod
 from phaseloop.engine.events import EVENTS
 from phaseloop.engine.schedules import composite, constant, cosine, multi_step
 from phaseloop.hooks import (
@@ -86,7 +87,8 @@ def network(seed: int = 0, extra: int = 0) -> nn.Sequential:
     Args:
         extra: width of one more linear layer, whose outputs are not used.
     """
-    with torch.random.fork_rng(devices=[]):
+    # Replicas that are threads share the generator, and would draw into each other's weights.
+    with replica.one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)]
         if extra:
@@ -136,6 +138,13 @@ class Plan:
         self.interval = interval
 
 
+def _as_started() -> Backend | None:
+    """What :mod:`tests.rigs.ranks` has started this process for; None: it has not."""
+    if "HOROVOD_RANK" in os.environ:
+        return Horovod()
+    return Ddp() if "RANK" in os.environ else None
+
+
 def make_task(
     folder: Path | None,
     *,
@@ -170,7 +179,7 @@ def make_task(
         "train": Data(Samples(augment=augment), BATCH, workers=workers, **(data or {})),
         "phases": phases if isinstance(phases, list) else Phases(epochs=epochs, **(phases or {})),
         "train_meters": {"accuracy": Accuracy()},
-        "backend": Ddp() if "RANK" in os.environ else None,  # started by tests.rigs.ranks
+        "backend": _as_started(),
     }
     if test:
         settings["test"] = (

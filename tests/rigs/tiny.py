@@ -132,3 +132,36 @@ class RankFault(Hook):
         if self.how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.Signals[self.how])
+
+
+@register_hook("tiny_slow_save")
+class SlowSave(Hook):
+    """Every checkpoint takes so many seconds more to get to the disk."""
+
+    only_watches = True
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_start(self, task) -> None:
+        write = task.store.write
+
+        def slowly(*args, **options):
+            time.sleep(self.seconds)
+            return write(*args, **options)
+
+        task.store.write = slowly
+
+
+@register_hook("tiny_slow_end")
+class SlowEnd(Hook):
+    """The primary takes so many seconds more for its end."""
+
+    only_watches = True
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_end(self, task, outcome) -> None:
+        if task.primary:
+            time.sleep(self.seconds)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phaseloop.engine.device_kinds import kind_of
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.recorder import Recorder
 from phaseloop.engine.task import Task
@@ -105,8 +106,8 @@ class Clock(Hook):
 
     def mark(self, part: str) -> None:
         """The time since the last mark was for ``part``."""
-        if self.exact and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.exact:
+            kind_of(self._device).wait(self._device)
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now
