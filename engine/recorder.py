@@ -19,7 +19,7 @@ from phaseloop.engine.marks import mark
 
 _COMPACT_AT = 1024
 
-POSITION = ("stage", "phase", "update", "epoch", "time", "event")
+POSITION = ("stage", "phase", "update", "epoch", "samples", "time", "event")
 """What every row says of itself; no scalar may be called so."""
 
 

@@ -22,6 +22,9 @@ log = logging.getLogger("phaseloop")
 class MetricsFile(Hook):
     """One line per log point, one per phase end, one per event such as a skipped update or a save.
 
+    Before the first line that a process writes stands its ``start``: where it began, when, and
+    which metrics are better higher. A second one tells of a resume.
+
     A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
     update is in it once, whatever happened in between. What a checkpoint counts on is flushed to
     the disk before the checkpoint is written. NaN and infinities are written as strings.
@@ -38,6 +41,7 @@ class MetricsFile(Hook):
         self._open: IO[bytes] | None = None
         self._path: Path | None = None
         self._counted: int | None = None  # bytes that the checkpoint knows of
+        self._start: dict[str, Any] | None = None  # of this process, until it is written
         # The run was in this folder before. Else its rows are another machine's, which is said.
         self._expected = False
 
@@ -51,6 +55,8 @@ class MetricsFile(Hook):
         flush(self._path.parent)  # its name, which may be new
         if not task.resumed_here:
             self._open.truncate(0)
+        self._start = {"event": "start", "update": task.progress.updates, "time": _now(),
+                       "higher_is_better": _directions(task)}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._counted = state["bytes"]
@@ -81,7 +87,7 @@ class MetricsFile(Hook):
         self._write_events(task, task.recorder.events)
         metrics = task.phase.metrics
         if metrics:
-            self._write(self._position(task) | {"time": round(time.time(), 3)} | metrics)
+            self._write(self._position(task) | {"time": _now()} | metrics)
 
     def on_end(self, task: Task, outcome: Any) -> None:
         if self._open is not None:
@@ -98,11 +104,14 @@ class MetricsFile(Hook):
         progress = task.progress
         stage = {"stage": task.stages.label(progress.stage)} if task.stages.several else {}
         place = {"phase": task.phase.name, "update": progress.updates, "epoch": progress.epoch}
-        return {**stage, **place}
+        return {**stage, **place, "samples": progress.samples}
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._open is None:
             return
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._write({"phase": row["phase"], **start})
         plain = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -121,27 +130,40 @@ class MetricsFile(Hook):
             raise
 
 
-def _end_of_kept(path: str, size: int, checkpoint: str) -> int:
-    """Bytes of the lines that end within the first ``size``, and of what its own save cost.
+def _now() -> float:
+    return round(time.time(), 3)
 
-    Where checkpoints lie elsewhere the file may be of another machine's part of the run, whose
-    lines end at other places. What a save cost is known only after it, and so comes behind what
-    it counts.
+
+def _directions(task: Task) -> dict[str, bool]:
+    """By metric, as far as its meter says: whether higher is better."""
+    names = [name for meters in task.meter_sets.values() for name in meters.metrics]
+    known = {name: task.direction(name) for name in names}
+    return {name: higher for name, higher in known.items() if higher is not None}
+
+
+def _end_of_kept(path: str, size: int, checkpoint: str) -> int:
+    """Bytes of the lines that end within the first ``size``, and of what comes behind them anyhow.
+
+    That is what its own save cost, which is known only after it, and the starts of processes that
+    have gone on from it and did not come to the next one. Where checkpoints lie elsewhere the file
+    may be of another machine's part of the run, whose lines end at other places.
     """
     with open(path, "rb") as file:
         end = file.read(size).rfind(b"\n") + 1
         file.seek(end)
         for line in file:
-            if not _is_save_of(line, checkpoint):
+            if not _is_of(line, checkpoint):
                 break
             end += len(line)
     return end
 
 
-def _is_save_of(line: bytes, checkpoint: str) -> bool:
-    """The line tells what it cost to save this checkpoint, or an earlier one."""
+def _is_of(line: bytes, checkpoint: str) -> bool:
+    """The line tells of a start, or what it cost to save this checkpoint or an earlier one."""
     try:
         row = json.loads(line)
+        if row.get("event") == "start":
+            return True
         return row.get("event") == "save" and position(row["checkpoint"]) <= position(checkpoint)
     except (ValueError, KeyError, AttributeError, CheckpointError):
         return False
