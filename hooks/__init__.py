@@ -30,6 +30,7 @@ from phaseloop.hooks import (
     row_sync,
     teacher,
     tensorboard,
+    timing,
     watchdog,
 )
 
@@ -80,5 +81,6 @@ __all__ = [
     "progress",
     "teacher",
     "tensorboard",
+    "timing",
     "watchdog",
 ]
