@@ -150,7 +150,7 @@ def slow_hook(clock: Clock, **seconds: float) -> Any:
 
 def slow_task(clock: Clock, samples: int = 4, batch_size: int = 2, **options: Any) -> Task:
     """A task whose parts take their time; each micro-batch, of one sample, takes it once."""
-    model = SlowModel(clock)
+    model = options.pop("model", None) or SlowModel(clock)
 
     def criterion(output: Tensor, target: Any) -> Tensor:
         clock.tick(LOSS)
@@ -167,5 +167,3 @@ def slow_task(clock: Clock, samples: int = 4, batch_size: int = 2, **options: An
         "phases": Phases(epochs=1),
     }
     return Task(model=model, **{**settings, **options})
-
-
