@@ -7,6 +7,7 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
+    activations,
     average,
     barrier,
     checkpoint,
@@ -59,6 +60,7 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
 
 
 __all__ = [
+    "activations",
     "average",
     "barrier",
     "checkpoint",

@@ -151,9 +151,7 @@ def test_what_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_rank_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"hooks.profiler.ranks: there is no rank 1: .*1 pro"
-    ):
+    with pytest.raises(ConfigError, match=r"hooks.profiler.ranks: there is no rank 1: .*1 pro"):
         train(tmp_path, Profiler(ranks=[0, 1]))
 
 
