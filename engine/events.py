@@ -121,6 +121,8 @@ class Hook:
 EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
 
+Listener = Callable[..., None]
+
 # Stands where nobody listens. What it gives is thrown away: any built-in function of one argument
 # would do, and costs half of an empty function in Python, six times a step.
 _nobody: Callable[..., Any] = id
@@ -178,6 +180,19 @@ class Dispatcher:
     def listeners(self, event: str) -> list[str]:
         """Names of the hooks that listen to ``event``, in the order they are called."""
         return [method.__self__.name for method in self._listeners[event]]  # type: ignore[attr-defined]
+
+    def call_through(self, wrap: Callable[[str, Listener], Listener] | None) -> None:
+        """Have what ``wrap`` makes of each listener called in its place; None: the listeners.
+
+        :meth:`call_isolated` calls the listeners themselves all the same.
+
+        Args:
+            wrap: called with the name of a hook and its method for one event.
+        """
+        for event, methods in self._listeners.items():
+            if wrap is not None:
+                methods = tuple(wrap(method.__self__.name, method) for method in methods)  # type: ignore[attr-defined]
+            setattr(self, event, _call_all(methods))
 
     def call_isolated(self, event: str, *args: Any) -> list[BaseException]:
         """Call everyone who listens to ``event``, whatever the others raise; the errors raised."""

@@ -7,6 +7,7 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
+    activations,
     average,
     barrier,
     checkpoint,
@@ -14,6 +15,7 @@ from phaseloop.hooks import (
     crash,
     curves,
     device_cache,
+    device_stats,
     early_stop,
     fit_memory,
     freeze,
@@ -26,10 +28,12 @@ from phaseloop.hooks import (
     model_summary,
     non_finite,
     precise_bn,
+    profiler,
     progress,
     row_sync,
     teacher,
     tensorboard,
+    timing,
     watchdog,
 )
 
@@ -57,6 +61,7 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
 
 
 __all__ = [
+    "activations",
     "average",
     "barrier",
     "checkpoint",
@@ -65,6 +70,7 @@ __all__ = [
     "curves",
     "default_hooks",
     "device_cache",
+    "device_stats",
     "early_stop",
     "fit_memory",
     "freeze",
@@ -77,8 +83,10 @@ __all__ = [
     "model_summary",
     "non_finite",
     "precise_bn",
+    "profiler",
     "progress",
     "teacher",
     "tensorboard",
+    "timing",
     "watchdog",
 ]
