@@ -160,14 +160,11 @@ class SampleImages(Hook):
         knows = isinstance(task.criterion_module, nn.CrossEntropyLoss | nn.NLLLoss)
         if knows and task.loss is not None and isinstance(output, Tensor) and output.dim() == 2:
             columns["prediction"] = output[: self.n].argmax(dim=1).tolist()
-        lines = [" | ".join(["", "image", *columns, ""]), "| --- " * (1 + len(columns)) + "|"]
-        for number, values in enumerate(zip(*columns.values(), strict=True), 1):
-            cells = [
-                str(values[0]),
-                *(str(v) if v == values[0] else f"**{v}**" for v in values[1:]),
-            ]
-            lines.append(" | ".join(["", str(number), *cells, ""]))
-        return "\n".join(line.strip() for line in lines)
+        rows = [["image", *columns], ["---"] * (1 + len(columns))]
+        for number, (right, *said) in enumerate(zip(*columns.values(), strict=True), 1):
+            said = [str(value) if value == right else f"**{value}**" for value in said]
+            rows.append([str(number), str(right), *said])
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _shares(images: Tensor) -> Tensor:
