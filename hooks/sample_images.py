@@ -60,7 +60,7 @@ class SampleImages(Hook):
         self.columns = columns
         self.scale = scale
         self._once = every_epochs is None
-        self._cadence = Cadence("hooks.sample_images", None, every_epochs or 1)
+        self._cadence = Cadence("hooks.sample_images", None, 1 if self._once else every_epochs)
         self._shown = ""  # the name under which the window at hand has them
         self._tested: set[str] = set()  # sets that were shown
 

@@ -129,12 +129,18 @@ def train(folder: Path, at: Any = None, **options: Any) -> Any:
     return process.run(r1.train, folder, save=EVERY_4, hooks=hooks, epochs=3, **options)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("histograms") / "run"
+    assert train(folder).code == 0
+    return folder
+
+
 @pytest.mark.parametrize("at", [3, 6, 9, 14])
-def test_killed_and_resumed_each_is_there_once(tmp_path: Path, at: int) -> None:
-    assert train(tmp_path / "whole").code == 0
+def test_killed_and_resumed_each_is_there_once(undisturbed: Path, tmp_path: Path, at: int) -> None:
     assert train(tmp_path / "run", r1.At("on_update", at)).code == -signal.SIGKILL
     assert train(tmp_path / "run").code == 0
-    whole = events.everything(tmp_path / "whole")
+    whole = events.everything(undisturbed)
     assert [step for step, _ in whole["weights/0.bias"]] == [1, 5, 9, 10, 15, 17, 20]
     assert events.everything(tmp_path / "run") == whole
 
