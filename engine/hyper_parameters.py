@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 # What says where and how a run is made, and not what is trained.
 _NOT_OF_THE_TRAINING = (
-    "imports", "allow_targets", "run", "launch", "debug", "plan", "only", "weights",
+    "imports", "allow_targets", "run", "backend", "launch", "debug", "plan", "only", "weights",
 )  # fmt: skip
+_NOT_OF_THE_DATA = ("workers", "prefetch", "pin_memory")
 
 
 def hyper_parameters(task: Task) -> dict[str, str | float | bool]:
@@ -34,6 +35,8 @@ def hyper_parameters(task: Task) -> dict[str, str | float | bool]:
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str | float | bool]]:
     if isinstance(value, Mapping):
         for key, below in value.items():
+            if path.startswith("data.") and key in _NOT_OF_THE_DATA:
+                continue
             yield from _flat(below, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
