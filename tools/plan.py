@@ -7,14 +7,14 @@ from pathlib import Path
 
 from phaseloop.engine.config.build import Built
 from phaseloop.engine.task import Task
-from phaseloop.tools.planning import curves, facts, page, pictures
+from phaseloop.tools.planning import curves, page, pictures
 from phaseloop.tools.planning.plan import Plan, make
 
 PICTURE, PAGE = "plan.png", "plan.html"
 
 
 def show_plan(built: Built, processes: int = 1) -> None:
-    """Print phases, sizes, hooks, model, groups and memory; draw them to ``plan.html`` and ``.png``.
+    """Print what the run would do, and draw it to ``plan.html`` and ``plan.png``.
 
     Args:
         processes: that the run itself would start; what is printed is one process's.
@@ -40,7 +40,7 @@ def lines(task: Task, plan: Plan) -> Iterator[str]:
         yield f"  {event:<18} {', '.join(names)}"
     yield ""
     yield from plan.model.lines()
-    yield from facts.group_lines(task)
+    yield from plan.group_lines
     yield ""
     yield from plan.memory.lines()
     if plan.memory.processes > task.backend.world_size:

@@ -69,7 +69,9 @@ class Memory:
         each = f", on each of {self.processes} processes" if self.processes > 1 else ""
         width = max((len(part.name) for part in self.parts), default=0)
         lines = [f"memory      at least {size(self.total)}{each}"]
-        lines += [f"  {p.name:<{width}}  {size(p.bytes):>10}  {p.note}".rstrip() for p in self.parts]
+        lines += [
+            f"  {p.name:<{width}}  {size(p.bytes):>10}  {p.note}".rstrip() for p in self.parts
+        ]
         return [*lines, *(f"  not known: {text}" for text in self.unknown)]
 
 
@@ -78,7 +80,8 @@ def size(count: float) -> str:
     power = 0
     while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
-    return f"{count:,.0f} {_UNITS[power]}" if not power else f"{count:.3g} {_UNITS[power]}"
+    digits = ",.0f" if not power or count >= 1000 else ".3g"
+    return f"{count:{digits}} {_UNITS[power]}"
 
 
 def estimate(task: Task, hooks: Mapping[str, Hook], processes: int = 1) -> Memory:

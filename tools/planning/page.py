@@ -29,7 +29,9 @@ def page(plan: Plan) -> str:
         numbers=_lines(_numbers(plan)),
         timeline=pictures.timeline(plan),
         besides="".join(f"<span>besides: {escape(text)}</span>" for text in plan.besides),
-        facts=_lines(f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in plan.facts),
+        facts=_lines(
+            f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in plan.facts
+        ),
         schedules=_section("schedules", "Schedules", _figure(pictures.schedules(plan))),
         memory_of=f"{each}on {escape(memory.device)}: at least {size(memory.total)}",
         stack=_lines(_stack(plan)),
@@ -97,16 +99,21 @@ def _modules(plan: Plan) -> Iterator[str]:
     for row in plan.model.rows:
         depth = row.name.count(".") + 1 if row.name else 0
         name = f'<code style="padding-left:{1.2 * depth}em">{escape(row.name or "model")}</code>'
-        trainable = f"{row.trainable:,}"
+        trainable = _counted(row.trainable)
         if row.trainable < row.parameters:
             trainable = f'<span title="frozen in part or whole">{trainable} &#10052;</span>'
-        flops = "-" if row.flops is None else f"{row.flops:,}"
+        flops = "-" if row.flops is None else _counted(row.flops)
         yield (
             f'<tr><td>{name}</td><td class="soft">{escape(row.kind)}</td>'
-            f"<td {_bar(row, total.parameters, row.parameters)}>{row.parameters:,}</td>"
+            f"<td {_bar(row, total.parameters, row.parameters)}>{_counted(row.parameters)}</td>"
             f'<td class="right">{trainable}</td>'
             f"<td {_bar(row, total.flops, row.flops, ' second')}>{flops}</td></tr>"
         )
+
+
+def _counted(number: int) -> str:
+    """Where there is nothing, the eye should not rest."""
+    return f"{number:,}" if number else '<span class="soft">0</span>'
 
 
 def _bar(row: Row, whole: int | None, part: int | None, kind: str = "") -> str:

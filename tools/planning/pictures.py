@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from phaseloop.tools.planning.memory import size
@@ -76,22 +78,26 @@ def schedules(plan: Plan) -> str:
 
 # --- the time line ---
 
+_LETTER = 0.0085  # how wide a letter is, as a part of the picture
+_MARK = 0.011  # a triangle or square, with room on its sides
+
 
 def _timeline(figure: FigureBase, plan: Plan) -> None:
     axes = figure.add_subplot()
     known = max((span.stop for span in plan.spans), default=0)
+    opens = sum(bool(span.open) for span in plan.spans)
     nominal = max(1.0, _NOMINAL * known)
+    end = known + opens * nominal or 1.0
     at = 0.0  # what open stages have moved the later ones by
     for number, span in enumerate(plan.spans):
         width = nominal if span.open else float(span.stop - span.start)
-        _stage(axes, span, span.start + at, width, COLOURS[number % len(COLOURS)], plan)
+        _Stage(axes, span, span.start + at, width, end, COLOURS[number % len(COLOURS)]).draw()
         at += width if span.open else 0.0
-    axes.set(ylim=(-0.1, 3.1), yticks=[0.4, 1.2, 2.3], yticklabels=["save", "test", "train"])
-    end = known + at or 1.0
+    axes.set(ylim=(-0.1, 3.4), yticks=[0.4, 1.2, 2.3], yticklabels=["save", "test", "train"])
     axes.set_xlim(-0.012 * end, 1.012 * end)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    if at:  # nobody knows which update lies where
+    if opens:  # nobody knows which update lies where
         axes.set_xticks([])
         axes.set_xlabel("not to scale")
     else:
@@ -100,43 +106,82 @@ def _timeline(figure: FigureBase, plan: Plan) -> None:
             _rise(axes, update)
 
 
-def _stage(
-    axes: Axes, span: Span, start: float, width: float, colour: str, plan: Plan
-) -> None:
-    first, epochs = span.epochs
-    edges = [float(span.start), *map(float, span.borders)]
-    fine = 1 < len(edges) <= _MANY and not span.open
-    if width and not fine:
-        style = "--" if span.open else "-"
-        axes.broken_barh([(start, width)], (1.8, 1.0), facecolor=colour, alpha=0.25)
-        axes.broken_barh([(start, width)], (1.8, 1.0), facecolor="none", edgecolor=colour, ls=style)
-    elif width:
-        for n, (left, right) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
-            alpha = 0.42 if n % 2 else 0.25
-            axes.broken_barh([(left, right - left)], (1.8, 1.0), facecolor=colour, alpha=alpha)
-            if len(edges) <= 31:
+@dataclass(frozen=True)
+class _Stage:
+    """A stage on the time line.
+
+    Attributes:
+        start, width: where it is drawn, in updates.
+        end: where the picture ends.
+    """
+
+    axes: Axes
+    span: Span
+    start: float
+    width: float
+    end: float
+    colour: str
+
+    def draw(self) -> None:
+        """Its bar, what stands in it, and its tests and saves."""
+        edges = self._placed([self.span.start, *self.span.borders])
+        if 1 < len(edges) <= _MANY and not self.span.open:
+            self._epochs(edges)
+        elif self.width:
+            self._bar(self.start, self.width, 0.25)
+            style = "--" if self.span.open else "-"
+            box = [(self.start, self.width)], (1.8, 1.0)
+            self.axes.broken_barh(*box, facecolor="none", edgecolor=self.colour, ls=style)
+        self._write(2.45, self._labels(), weight="bold")
+        if self.span.crowded:
+            self._write(0.8, ["too many to draw", "..."], color=PALE, style="italic")
+        self._marks(self.span.tests, 1.2, "v")
+        self._marks(self.span.saves, 0.4, "s")
+
+    def _placed(self, updates: list[int]) -> list[float]:
+        return [update - self.span.start + self.start for update in updates]
+
+    def _bar(self, start: float, width: float, alpha: float) -> None:
+        self.axes.broken_barh([(start, width)], (1.8, 1.0), facecolor=self.colour, alpha=alpha)
+
+    def _epochs(self, edges: list[float]) -> None:
+        first, _ = self.span.epochs
+        for n, (left, right) in enumerate(pairwise(edges)):
+            self._bar(left, right - left, 0.42 if n % 2 else 0.25)
+            if (right - left) / self.end > 3 * _LETTER:
                 middle = (left + right) / 2
-                axes.text(middle, 1.92, str(first + n), ha="center", size=7, color=colour)
-    axes.text(start + width / 2, 2.45, _label(span, epochs), ha="center", va="center", weight="bold")
-    for places, height, mark in ((span.tests, 1.2, "v"), (span.saves, 0.4, "s")):
-        if len(places) > 2 * _MANY:
-            axes.broken_barh([(start, width)], (height - 0.12, 0.24), facecolor=colour, alpha=0.5)
-        else:
-            moved = [place - span.start + start for place in places]
-            axes.plot(moved, [height] * len(moved), mark, color=colour, ms=5, ls="", clip_on=False)
-    if span.crowded:
-        axes.text(start + width / 2, 0.8, "too many to draw", ha="center", color=PALE, style="italic")
+                self.axes.text(middle, 1.92, str(first + n), ha="center", size=7, color=self.colour)
 
+    def _labels(self) -> list[str]:
+        """What may stand in it: the first that there is room for."""
+        span, (_, epochs) = self.span, self.span.epochs
+        length = span.open or f"{span.stop - span.start:,} updates"
+        epochs_too = length
+        if not span.open and epochs == epochs and epochs:
+            epochs_too += f" in {epochs:.4g} epoch{'' if epochs == 1 else 's'}"
+        if not span.name:
+            return [epochs_too, length]
+        return [f"{span.name}: {epochs_too}", f"{span.name}: {length}", span.name]
 
-def _label(span: Span, epochs: float) -> str:
-    length = f"{span.stop - span.start:,} updates" if not span.open else span.open
-    if not span.open and epochs == epochs and epochs:
-        length += f" in {epochs:.4g} epoch{'' if epochs == 1 else 's'}"
-    return f"{span.name}: {length}" if span.name else length
+    def _write(self, height: float, texts: list[str], **options: Any) -> None:
+        room = self.width / self.end / _LETTER
+        for text in texts:
+            if len(text) <= room:
+                middle = self.start + self.width / 2
+                self.axes.text(middle, height, text, ha="center", va="center", **options)
+                return
+
+    def _marks(self, places: list[int], height: float, mark: str) -> None:
+        moved = self._placed(places)
+        if len(places) * _MARK > max(self.width / self.end, _MARK):  # they would cover one another
+            self.axes.vlines(moved, height - 0.13, height + 0.13, color=self.colour, lw=0.8)
+        elif moved:
+            heights = [height] * len(moved)
+            self.axes.plot(moved, heights, mark, color=self.colour, ms=5, ls="", clip_on=False)
 
 
 def _rise(axes: Axes, update: float) -> None:
-    axes.axvline(update, ymin=0.56, ymax=1.0, color=INK, lw=1, ls=":")
+    axes.axvline(update, ymin=0.54, ymax=0.94, color=INK, lw=1, ls=":")
     axes.annotate("warm-up over", (update, 3.0), (4, 0), textcoords="offset points", size=7)
 
 
@@ -153,14 +198,19 @@ def _schedules(figure: FigureBase, plan: Plan) -> None:
             if (name, option, index) in curves.lines:
                 places, values = curves.lines[name, option, index]
                 colour = COLOURS[index % len(COLOURS)]
-                axes.plot(places, values, label=label, color=colour, lw=2)
+                # The later ones thinner, so that what lies below them can be seen.
+                thick = 2 + 2 * (1 - (index + 1) / len(groups))
+                axes.plot(places, values, label=label, color=colour, lw=thick)
                 if len(groups) == 1:
-                    axes.fill_between(places, values, min(0.0, *values), color=colour, alpha=0.1, lw=0)
-        for border in curves.borders:
+                    axes.fill_between(
+                        places, values, min(0.0, *values), color=colour, alpha=0.1, lw=0
+                    )
+        for border in (*curves.borders, *curves.risen):
             axes.axvline(border + 0.5, color=PALE, ls=":")
         title = option.replace("_", " ")
         axes.set(xlabel="update", title=f"{name}: {title}" if len(plan.groups) > 1 else title)
-        axes.ticklabel_format(axis="y", scilimits=(-3, 4))
+        axes.ticklabel_format(axis="y", scilimits=(-4, 4))
+        axes.margins(x=0.012)
         axes.grid()
         axes.set_axisbelow(True)
         if 1 < len(groups) <= _LEGEND:

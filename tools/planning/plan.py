@@ -15,7 +15,6 @@ from phaseloop.tools.planning.memory import Memory
 from phaseloop.tools.planning.timeline import Span
 
 
-
 @dataclass(frozen=True)
 class Plan:
     """What a run would do.
@@ -31,6 +30,7 @@ class Plan:
         besides: what may come at times that nobody knows.
         curves: of the schedules.
         groups: by optimizer, the names of its parameter groups.
+        group_lines: what each of them has, in words, where an optimizer has several.
         config: the configuration; empty: there is none.
     """
 
@@ -44,6 +44,7 @@ class Plan:
     besides: list[str]
     curves: Curves
     groups: dict[str, list[str]]
+    group_lines: list[str]
     config: Mapping[str, Any]
 
 
@@ -63,6 +64,7 @@ def make(task: Task, hooks: Mapping[str, Hook], processes: int = 1) -> Plan:
             name: [str(group.get("name", n)) for n, group in enumerate(optimizer.param_groups)]
             for name, optimizer in task.optimizers.items()
         },
+        group_lines=list(facts.group_lines(task)),
         config=task.config,
         curves=follow(task),  # last: it goes through the stages
     )

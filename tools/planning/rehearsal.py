@@ -102,7 +102,7 @@ def _measured(task: Task, batch: Batch) -> Rehearsal:
     with torch.enable_grad(), _counting() as kept:
         try:
             task.stages.steps[0][0](stand_in)
-        except _Backward:
+        except _ReachedBackward:
             pass
         else:
             raise ValueError(f"the step {task.step_facts.name} did not call task.backward()")
@@ -134,7 +134,7 @@ def _tensors(data: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, Tensor)]
 
 
-class _Backward(Exception):
+class _ReachedBackward(Exception):  # noqa: N818 nothing is wrong
     """The loss is there: from here on only less is kept."""
 
 
@@ -170,7 +170,7 @@ class _StandIn:
         return self.batch
 
     def backward(self, loss: Tensor, weight: Any = None) -> None:
-        raise _Backward
+        raise _ReachedBackward
 
     def update(self, closure: Any = None) -> None: ...
 

@@ -51,8 +51,13 @@ def spans(task: Task, hooks: Mapping[str, Hook]) -> list[Span]:
     savers = [hook for hook in hooks.values() if isinstance(hook, Checkpoint)]
     savers = savers if task.folder is not None else []
     plans = task.stages.plans()
-    found = []
+    found: list[Span] = []
+    progress, before = Progress(), None
     for number, plan in enumerate(plans):
+        tested = (id(task.stages.steps[number][0]), plan.test_sets)
+        if plan.test_sets and tested != before:
+            progress.tested_at = -1  # what was tested at this update was something else
+        before = tested
         span = Span(
             task.stages.label(number) if task.stages.several else "",
             plan.origin.updates,
@@ -60,7 +65,7 @@ def spans(task: Task, hooks: Mapping[str, Hook]) -> list[Span]:
             (plan.origin.epochs + 1, plan.epochs),
             open=_open(plan),
         )
-        _fill(span, plan, savers, last=number == len(plans) - 1)
+        _fill(span, plan, progress, savers, last=number == len(plans) - 1)
         found.append(span)
     return found
 
@@ -86,12 +91,17 @@ def _open(plan: PhasePlan) -> str:
     return "its length is a time" if plan.known else "its passes may be of any length"
 
 
-def _fill(span: Span, plan: PhasePlan, savers: list[Checkpoint], last: bool) -> None:
+def _fill(
+    span: Span, plan: PhasePlan, progress: Progress, savers: list[Checkpoint], last: bool
+) -> None:
     """Walk from place to place as a run would, and ask the plan at each."""
-    progress = Progress(epoch=plan.origin.epochs, updates=plan.origin.updates)
+    progress.epoch, progress.updates = plan.origin.epochs, plan.origin.updates
     if plan.test_due_at_start(progress) or (not plan.trains and plan.tests):
         span.tests.append(span.start)
         progress.tested_at = span.start
+        over = last and not plan.updates
+        if any(over or _by_epochs(saver, progress) for saver in savers):
+            span.saves.append(span.start)
     if not plan.updates:
         return
     everything = _places(plan, savers)
@@ -112,12 +122,14 @@ def _fill(span: Span, plan: PhasePlan, savers: list[Checkpoint], last: bool) -> 
 
 
 def _is_saved(saver: Checkpoint, progress: Progress, ends: bool, over: bool) -> bool:
-    epochs, updates = saver.every_epochs, saver.every_updates
-    return (
-        over
-        or (epochs is not None and ends and progress.epoch % epochs == 0)
-        or (updates is not None and progress.updates % updates == 0)
-    )
+    every = saver.every_updates
+    by_updates = every is not None and progress.updates % every == 0
+    return over or by_updates or (ends and _by_epochs(saver, progress))
+
+
+def _by_epochs(saver: Checkpoint, progress: Progress) -> bool:
+    """At the end of a phase, also of a test before the first epoch."""
+    return saver.every_epochs is not None and progress.epoch % saver.every_epochs == 0
 
 
 def _move_to(progress: Progress, plan: PhasePlan, done: int) -> bool:
