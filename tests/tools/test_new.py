@@ -66,7 +66,7 @@ def test_the_model_in_its_readme_works(project: Path) -> None:
     before = init.read_text()
     init.write_text(before.replace("import hook, step", "import hook, model, step"))
     try:
-        assert 0 < train(project, "model={name: my_model, width: 64}")["test/loss"]
+        assert train(project, "model={name: my_model, width: 64}")["test/accuracy"] > 0.5
     finally:
         init.write_text(before)
         (project / NAME / "model.py").unlink()
@@ -78,7 +78,8 @@ def test_its_style_is_clean(project: Path) -> None:
     rules = ["--select", "E,F,I,UP,B,SIM,RUF,N", "--target-version", "py310"]
     for command in (["check", *rules], ["format", "--check"]):
         done = subprocess.run(
-            [*ruff, *command, "--isolated", "--line-length", "100", "--no-cache", project],
+            [*ruff, *command, "--isolated", "--line-length", "100", "--no-cache", "."],
+            cwd=project,
             capture_output=True,
             text=True,
             check=False,
