@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from phaseloop.engine.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome
 
@@ -116,6 +118,14 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; called after ``on_start``."""
+
+    def holds(self, task: Task) -> list[Tensor]:
+        """Tensors of the model that it will hold a copy of, on the device, for as long as the run.
+
+        Asked by ``plan=true``, for what it says of memory. A copy counts as float32 where the
+        tensor has half the precision.
+        """
+        return []
 
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
