@@ -39,7 +39,8 @@ class Backend:
 
     Attributes:
         device: of this process.
-        rank, world_size: of this process, and how many there are.
+        rank: of this process.
+        world_size: how many processes there are.
         host: what processes say to one another.
         shards: parameters, their gradients and averages are sharded over processes.
     """
