@@ -24,6 +24,7 @@ log = logging.getLogger("phaseloop")
 
 
 _NO_LOSS = "no micro-batch of it gave a loss"
+_NOT_ASKED = "the train step never called task.next_batch()"
 
 
 class Committing:
@@ -150,7 +151,7 @@ class Committing:
                 f"micro-batch; give a loss of weight 0"
             )
         else:
-            self.note_skip(_NO_LOSS)
+            self.note_skip(_NO_LOSS if self.accumulator.taken else _NOT_ASKED)
             clear(self.trainable)
 
     def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]

@@ -23,6 +23,7 @@ from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
 from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
+from phaseloop.engine.parts import Parts
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
@@ -157,6 +158,7 @@ class Task(Recording, Stepping):
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
+        self.parts = Parts(self)
         saves = self.run.dir is not None and self.debug.fast is None
         self.folder = RunFolder.of(self.run) if saves else None
         self._store: Store | None = None

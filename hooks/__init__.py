@@ -7,6 +7,7 @@ from phaseloop.engine.errors import ConfigError, listing, nearest
 from phaseloop.engine.events import Hook
 from phaseloop.engine.trainer import registered_defaults
 from phaseloop.hooks import (
+    activations,
     average,
     barrier,
     checkpoint,
@@ -15,6 +16,7 @@ from phaseloop.hooks import (
     csv,
     curves,
     device_cache,
+    device_stats,
     early_stop,
     fit_memory,
     freeze,
@@ -28,11 +30,13 @@ from phaseloop.hooks import (
     model_summary,
     non_finite,
     precise_bn,
+    profiler,
     progress,
     row_sync,
     sample_images,
     teacher,
     tensorboard,
+    timing,
     watchdog,
 )
 
@@ -60,6 +64,7 @@ def default_hooks(**changes: Hook | None) -> dict[str, Hook]:
 
 
 __all__ = [
+    "activations",
     "average",
     "barrier",
     "checkpoint",
@@ -69,6 +74,7 @@ __all__ = [
     "curves",
     "default_hooks",
     "device_cache",
+    "device_stats",
     "early_stop",
     "fit_memory",
     "freeze",
@@ -82,9 +88,11 @@ __all__ = [
     "model_summary",
     "non_finite",
     "precise_bn",
+    "profiler",
     "progress",
     "sample_images",
     "teacher",
     "tensorboard",
+    "timing",
     "watchdog",
 ]
