@@ -14,7 +14,7 @@ from phaseloop.engine.line_file import LineFile
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
 
-FIRST = ("time", "stage", "phase", "epoch", "update")
+FIRST = ("time", "stage", "phase", "epoch", "update", "samples")
 
 
 @register_hook("csv")
@@ -22,8 +22,8 @@ class Csv(Hook):
     """One row per log point and one per phase end, for a spreadsheet or ``pandas.read_csv``.
 
     Columns are ``time`` (seconds since 1970), ``stage`` (of a run that has several), ``phase``,
-    ``epoch`` and ``update``, then the names of the values in the order in which they first came; a
-    cell without a value is empty.
+    ``epoch``, ``update`` and ``samples`` (done in training by then), then the names of the values
+    in the order in which they first came; a cell without a value is empty.
     A column that comes late is put behind the others, in all rows, by replacing the file at once.
 
     A resume cuts the table back to what its checkpoint had, rows and columns.
@@ -81,6 +81,7 @@ class Csv(Hook):
             "phase": task.phase.name,
             "epoch": progress.epoch,
             "update": progress.updates,
+            "samples": progress.samples,
         }
         row = {**values, **place}
         late = [name for name in row if name not in self._columns]

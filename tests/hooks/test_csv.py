@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_has_the_rows_of_metrics_jsonl(undisturbed: Path) -> None:
     columns, found = table(undisturbed)
-    places = ["time", "stage", "phase", "epoch", "update"]
+    places = ["time", "stage", "phase", "epoch", "update", "samples"]
     recorded = ["loss", "lr", "train/loss", "train/accuracy", "test/loss", "test/accuracy"]
     assert columns == [*places, *recorded, 'late, "at last"']
     wanted = [
