@@ -69,7 +69,9 @@ def ddp(**options: Any) -> Processes:
     return StaysJoined("cpu", **options)
 
 
-def results(cases: Sequence[Case], processes: int = 2, limit: float = process.LIMIT) -> list[list[Any]]:
+def results(
+    cases: Sequence[Case], processes: int = 2, limit: float = process.LIMIT
+) -> list[list[Any]]:
     """By case, what it returned on each rank; a :class:`Failed` where it raised an error."""
     by_rank = ranks.results(_all, list(cases), processes=processes, limit=limit)
     return [list(case) for case in zip(*by_rank, strict=True)]
