@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from phaseloop.engine.checkpoint.names import position
 from phaseloop.engine.data.stream import StreamLoader
 from phaseloop.engine.phases import LENGTHS, TRAIN
-from phaseloop.engine.report import Rows, counted, duration, number, share
+from phaseloop.engine.report import Rows, counted, duration, number, share, speed
 from phaseloop.engine.run_folder import LOG, METRICS
 from phaseloop.engine.spent import SAVING, TESTING, TRAINING, WAITING, Spent
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome
 
+_INSIDE = ("curves.png", METRICS, "tensorboard/", LOG)
 _TIMES = {1: "once", 2: "twice"}
 
 
@@ -115,9 +116,9 @@ def _time(account: Account) -> Rows:
     training = seconds[TRAINING]
     rows: Rows = []
     if account.samples > 0 and training > 0:
-        speed = f"{account.samples / training:,.0f} samples/s"
+        rate = speed(account.samples / training)
         wait = f"data wait {share(seconds[WAITING] / training).strip()}"
-        rows.append((TRAINING, f"{duration(training)}, {speed}, {wait}"))
+        rows.append((TRAINING, f"{duration(training)}, {rate}, {wait}"))
     return rows + [(p, duration(seconds[p])) for p in (TESTING, SAVING) if seconds[p] > 0]
 
 
@@ -131,22 +132,16 @@ def _places(task: Task) -> Rows:
     """Where things are; only what is there."""
     if task.folder is None:
         return []
-    root = Path(task.folder.path)
-    places = {
-        "run folder": root,
-        "curves": root / "curves.png",
-        "checkpoints": task.folder.checkpoints,
-        "metrics": root / METRICS,
-        "tensorboard": root / "tensorboard",
-        "log": root / LOG,
-    }
-    if task.store is None or not task.store.names():
-        del places["checkpoints"]
-    return [
-        (label, str(path))
-        for label, path in places.items()
-        if not isinstance(path, Path) or path.exists()
-    ]
+    root, checkpoints = Path(task.folder.path), task.folder.checkpoints
+    rows = [("run folder", str(root))]
+    saved = task.store is not None and bool(task.store.names())
+    inside = ["checkpoints/"] if saved and not task.folder.elsewhere else []
+    inside += [name for name in _INSIDE if (root / name).exists()]
+    if inside:
+        rows.append(("in it", ", ".join(inside)))
+    if saved and task.folder.elsewhere:
+        rows.append(("checkpoints", str(checkpoints)))
+    return rows
 
 
 def _epochs(task: Task) -> int:

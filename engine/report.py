@@ -90,6 +90,11 @@ def folded(parts: Iterable[str], width: int, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
+def speed(rate: float) -> str:
+    """``12,345 samples/s``, below 10 with a decimal."""
+    return f"{rate:,.0f} samples/s" if rate >= 9.95 else f"{rate:.1f} samples/s"
+
+
 def share(part: float) -> str:
     """``12 %``, of at most 100, in a fixed width."""
     return f"{round(100 * min(part, 1.0)):>2} %"

@@ -10,8 +10,8 @@ from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.header_report import header
 from phaseloop.engine.phases import TRAIN
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.report import Rows, Throughput, aligned, number, rates
-from phaseloop.engine.spent import REST, TESTING, TRAINING, Spent
+from phaseloop.engine.report import Rows, Throughput, aligned, number, rates, speed
+from phaseloop.engine.spent import REST, TESTING, TRAINING
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
@@ -136,9 +136,9 @@ class Console(Hook):
             yield from ((0, text) for text in _metrics(task.phase.name, task.phase.metrics))
         if plan.trains:
             yield from ((1, text) for text in rates(task.optimizers))
-        speed = self._speed.rate(progress.samples)
-        if speed is not None:
-            yield 2, f"{speed:,.0f} samples/s"
+        rate = self._speed.rate(progress.samples)
+        if rate is not None:
+            yield 2, speed(rate)
 
 
 def _say(rows: Rows) -> None:

@@ -12,7 +12,7 @@ from phaseloop.engine import display, memory_use, plan_report
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.report import Columns, Throughput, duration, losses, rates, share
+from phaseloop.engine.report import Columns, Throughput, duration, losses, rates, share, speed
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
@@ -77,6 +77,7 @@ class Progress(Hook):
     def on_resume(self, task: Task) -> None:
         if not task.test_only:
             self._open(task)
+            self._draw(task)
 
     def on_phase_start(self, task: Task) -> None:
         self._open(task)
@@ -131,7 +132,7 @@ class Progress(Hook):
         mark, since = self._mark(task), self._marks[0]
         seconds = mark.seconds - since.seconds
         if mark.samples > since.samples and seconds > 0:
-            facts.append((_SPEED, f"{(mark.samples - since.samples) / seconds:,.0f} samples/s"))
+            facts.append((_SPEED, f"{speed((mark.samples - since.samples) / seconds):>16}"))
             facts.append((_WAIT, f"data wait {share((mark.waited - since.waited) / seconds)}"))
         facts.append((_MEMORY, memory_use.described(task.backend)))
         return facts
@@ -149,10 +150,10 @@ class Progress(Hook):
     def _to_go(self, task: Task) -> str:
         """``3 min 20 s to go``, or nothing where nobody knows."""
         found = []
-        speed = self._whole.rate(task.progress.samples)
-        if speed is not None and task.plan.updates:
+        rate = self._whole.rate(task.progress.samples)
+        if rate is not None and task.plan.updates:
             samples = sum(_samples(task, number) for number in range(len(task.stages.given)))
-            found.append(samples / speed)
+            found += [samples / rate] if samples else []
         left = task.plan.seconds_left(task.progress)
         if left is not None and task.progress.stage + 1 == len(task.stages.given):
             found.append(left)
