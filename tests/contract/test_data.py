@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from phaseloop import Data, DataError, Phases, Run, Task, TensorData
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.meter_sync import MeterSync
 from phaseloop.hooks.metrics_file import MetricsFile
-from tests.rigs import r1, ranks
+from tests.rigs import equal, r1, ranks
 from tests.rigs.probes import Break, BreakAt, DrawData, IndexData, ModeProbe, watch
 from tests.rigs.r0 import numbers, r0, train, weight
 
@@ -330,8 +329,7 @@ def none_for(bad: set[int]) -> Callable[[list[Any]], Any]:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "event" in line]
+    return [line for line in equal.rows(folder) if "event" in line]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

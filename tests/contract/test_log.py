@@ -124,7 +124,8 @@ def test_log_a_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
 
 
 def board(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """What TensorBoard shows of a run, but for what saves cost: by tag, (update, value, time)."""
+    """What TensorBoard shows of a run, but for what saves cost and how fast it was: by tag,
+    (update, value, time)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -132,7 +133,7 @@ def board(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     return {
         tag: [(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("save/")
+        if not tag.startswith(("save/", "speed/"))
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import signal
 import weakref
@@ -644,8 +643,7 @@ def test_an_event_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         run=r1.Run(dir=str(tmp_path)),
     )
     train(task, fit=FitMemory(), metrics_file=MetricsFile())
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (event,) = [row for row in rows if "event" in row]
+    (event,) = [row for row in equal.rows(tmp_path) if "event" in row]
     wanted = {"event": "fit_memory", "update": 1, "data": "data.train", "before": 8,
               "micro_batch_size": 4}  # fmt: skip
     assert {name: event[name] for name in wanted} == wanted
