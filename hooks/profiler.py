@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd.profiler import record_function
 
@@ -69,7 +69,7 @@ class Profiler(Hook):
             raise ConfigError("hooks.profiler.ranks", f"{list(ranks)!r} names no process")
         self.warmup = warmup
         self.ranks = list(ranks)
-        self.options = {
+        self.options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "with_stack": with_stack,
             "profile_memory": profile_memory,
@@ -162,10 +162,8 @@ class _Running:
         from torch.profiler import ProfilerAction
 
         update = step or self._update  # it is asked for step 0 when it is made
-        if update < self._from:
-            return ProfilerAction.WARMUP
-        last = update >= self._options.last
-        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
+        # Until it is stopped: after a roll-back it takes more steps than there are updates.
+        return ProfilerAction.WARMUP if update < self._from else ProfilerAction.RECORD
 
     def step(self) -> None:
         """The next update begins."""

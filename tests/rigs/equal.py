@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "state.progress.saves",
     "state.hooks.checkpoint.written",
     "state.hooks.checkpoint.archived",
+    "state.hooks.console",
     "state.hooks.metrics_file",
     "state.hooks.tensorboard",
     "state.environment",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = ("#4f5bd5", "#0f9d8a", "#d97706", "#d6336c", "#7c3aed", "#2b8acb", "#7a8a0f", "#64748b")
 INK, PALE = "#1f2937", "#9aa4b2"
 WIDTH = 10.0  # inches
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text, in the page's own letters
     "svg.hashsalt": "plan",  # so the same plan is the same file
     "text.parse_math": False,  # a name may have a dollar sign in it
