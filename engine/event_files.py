@@ -28,7 +28,8 @@ def drop_from(writer: SummaryWriter, update: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     start = SessionLog(status=SessionLog.START)
-    writer._get_file_writer().add_event(Event(session_log=start), step=update)
+    file_writer = writer._get_file_writer()  # type: ignore[no-untyped-call]
+    file_writer.add_event(Event(session_log=start), step=update)
 
 
 def wait_for_a_later_name(path: Path) -> None:
@@ -63,7 +64,8 @@ def add_text(writer: SummaryWriter, tag: str, text: str, update: int) -> None:
         metadata=metadata.create_summary_metadata(display_name="", description=""),
         tensor=make_tensor_proto(text.encode(), dtype="string", shape=[]),
     )
-    writer._get_file_writer().add_summary(Summary(value=[value]), update)
+    file_writer = writer._get_file_writer()  # type: ignore[no-untyped-call]
+    file_writer.add_summary(Summary(value=[value]), update)
 
 
 def begin_session(folder: Path, parameters: Mapping[str, Any], started: float) -> None:
@@ -74,7 +76,6 @@ def begin_session(folder: Path, parameters: Mapping[str, Any], started: float) -
         parameters: by name; text, numbers, booleans. With none the run is not listed.
         started: when the run began, seconds since 1970.
     """
-    from google.protobuf.struct_pb2 import Value
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
@@ -85,7 +86,7 @@ def begin_session(folder: Path, parameters: Mapping[str, Any], started: float) -
     info = SessionStartInfo(start_time_secs=started)
     for name, value in parameters.items():
         kind = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
-        info.hparams[name].CopyFrom(Value(**{kind: value}))
+        setattr(info.hparams[name], kind, value)
     found = HParamsPluginData(session_start_info=info)
     _write(folder / _SESSION, SESSION_START_INFO_TAG, found, started)
 

@@ -31,7 +31,7 @@ class Histogram:
         """Upper ends of the intervals, float64 [BINS]."""
         least, greatest = self.facts[:2]
         shares = torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
-        limits = least * (1 - shares) + greatest * shares  # no difference that may overflow
+        limits: Tensor = least * (1 - shares) + greatest * shares  # no difference that may overflow
         limits[-1] = greatest
         return limits
 

@@ -38,7 +38,9 @@ SESSIONS = {
 
 def train(folder: Path, *words: str) -> Path:
     """Digits in ``folder/runs/digits``; goes on where it was."""
-    ended = cli.forked(["config=digits", "hooks.curves=null", "run.log_every=3", *HOOKS, *words], folder)
+    ended = cli.forked(
+        ["config=digits", "hooks.curves=null", "run.log_every=3", *HOOKS, *words], folder
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "runs" / "digits"
 
