@@ -47,6 +47,12 @@ class Backend:
 
     shards = False
 
+    cuts_model = False
+    """Of several processes each has a part of every parameter, its gradient and its state."""
+
+    gradients_twice = True
+    """Of several processes each has its gradients once more, in the messages that it sends."""
+
     lazy = False
     """Operations are only noted down, and done together at :meth:`mark_step`: what reads a value
     before that has everything done up to it, by itself."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -55,14 +54,6 @@ def probe(folder: Path) -> list[str]:
         number = int(line.split()[0])
         assert lines.setdefault(number, line) == line, "an update done again was another one"
     return [lines[n] for n in sorted(lines)]
-
-
-def wait_for(path: Path, process: subprocess.Popen[str] | cli.Fork, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.01)
 
 
 def test_the_whole_run_folder(undisturbed):
@@ -120,9 +111,9 @@ def test_plan_runs_nothing(tmp_path):
 def test_sig_a_sigterm_saves_and_the_resume_is_exact(tmp_path, undisturbed, where, words, start):
     folder = cli.folder(tmp_path)
     process = start(["config=tiny", PROBE, *words], folder)
-    wait_for(folder / "probe.txt.waiting", process)
+    cli.wait_for(folder / "probe.txt.waiting", process)
     process.send_signal(signal.SIGTERM)
-    (folder / "probe.txt.go").touch()
+    cli.let_go(folder / "probe.txt", process)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 143, output
     assert status(folder)["status"] == "stopped" and "SIGTERM" in status(folder)["reason"]
@@ -138,7 +129,7 @@ def test_sig_a_in_data_loading_before_update_1(tmp_path, workers):
     words = ["data.train.dataset.seconds=30", f"data.train.workers={workers}"]
     folder = cli.folder(tmp_path)
     process = cli.Fork(["config=tiny", *words], folder)
-    wait_for(folder / "runs/tiny/metrics.jsonl", process)
+    cli.wait_for(folder / "runs/tiny/metrics.jsonl", process)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=10)
@@ -151,9 +142,9 @@ def test_sig_a_in_data_loading_before_update_1(tmp_path, workers):
 def test_sig_c_ctrl_c_saves(tmp_path):
     folder = cli.folder(tmp_path)
     process = cli.start(["config=tiny", PROBE, "hooks.tiny_probe.wait_at=5"], folder)
-    wait_for(folder / "probe.txt.waiting", process)
+    cli.wait_for(folder / "probe.txt.waiting", process)
     process.send_signal(signal.SIGINT)
-    (folder / "probe.txt.go").touch()
+    cli.let_go(folder / "probe.txt", process)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 130, output
     assert newest(folder).name == "update_000000005-1"
@@ -164,9 +155,9 @@ def test_sig_c_twice_leaves_at_once(tmp_path):
     folder = cli.folder(tmp_path)
     words = ["hooks.tiny_probe.wait_at=15", "hooks.checkpoint.every_updates=10"]
     process = cli.Fork(["config=tiny", PROBE, *words], folder)
-    wait_for(folder / "probe.txt.waiting", process)
+    cli.wait_for(folder / "probe.txt.waiting", process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    cli.wait_for(folder / "probe.txt.told", process)  # two that come at once would be one
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 130, output

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -263,7 +262,13 @@ def test_exc_a_a_refused_start_leaves_the_status_of_the_run_before(tmp_path: Pat
 
 
 class Corrupt(r1.Samples):
-    """One sample cannot be read while the file ``flag`` is not there: the user mends it."""
+    """One sample cannot be read while the file ``flag`` is not there: the user mends it.
+
+    Attributes:
+        met: it was asked for, in this process.
+    """
+
+    met = threading.Event()
 
     def __init__(self, index: int, flag: Path, **options: Any) -> None:
         super().__init__(**options)
@@ -271,6 +276,7 @@ class Corrupt(r1.Samples):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == self.index and not self.flag.exists():
+            Corrupt.met.set()
             raise ValueError("the text of it")
         return super().__getitem__(index)
 
@@ -383,10 +389,11 @@ def test_exc_a_a_save_that_failed_meanwhile_is_made_again(
 ) -> None:
     """The state is whole and still there, and the disk may have room again."""
     folder, write, failed = tmp_path / "run", store.Store.write, threading.Event()
+    Corrupt.met.clear()
 
     def fail_once(this: store.Store, name: str, *args: Any) -> store.Saved:
         if name == "update_000000005-1" and not failed.is_set():
-            time.sleep(0.5)  # until the sample cannot be read
+            assert Corrupt.met.wait(30)
             failed.set()
             raise CheckpointError("no space, for now")
         return write(this, name, *args)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from phaseloop.engine.checkpoint.store import Saved, Store
-from tests.rigs import cli, process
+from tests.rigs import cli, process, ranks
 
 TWO = ["config=tiny", "backend=ddp", "backend.processes=2"]
 LIMIT = 60.0
@@ -167,13 +167,9 @@ def test_a_wrong_option_is_told_once(tmp_path: Path) -> None:
 def test_sig_c_signals_to_the_launcher(tmp_path: Path, number: int, undisturbed: Path) -> None:
     probe = ["hooks.tiny_probe.file=probe.txt", "hooks.tiny_probe.wait_at=7"]
     job = cli.start([*TWO, *probe], cli.folder(tmp_path), start_new_session=True)
-    until = time.monotonic() + HANGS
-    while not (tmp_path / "probe.txt.waiting").exists():
-        assert time.monotonic() < until and job.poll() is None
-        time.sleep(0.05)
+    cli.wait_for(tmp_path / "probe.txt.waiting", job, HANGS)
     job.send_signal(number)
-    time.sleep(0.5)
-    (tmp_path / "probe.txt.go").touch()
+    cli.let_go(tmp_path / "probe.txt", job, HANGS)
     done = ended(job)
     assert done.returncode == 128 + number, done.stdout
     assert done.stdout.count("stopping at the next border") == (number == signal.SIGINT)
@@ -210,12 +206,6 @@ def test_cfg_e_one_folder_where_it_has_the_time_in_it(tmp_path: Path) -> None:
 # --- other launchers ---
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def both(jobs: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
     return [ended(job) for job in jobs]
 
@@ -223,7 +213,7 @@ def both(jobs: Sequence[subprocess.Popen[str]]) -> list[subprocess.CompletedProc
 @pytest.mark.slow
 def test_two_agents_of_torchrun_as_two_machines(tmp_path: Path, undisturbed: Path) -> None:
     cli.folder(tmp_path)
-    port = free_port()
+    port = ranks.free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
                 f"--master-port={port}", "--master-addr=127.0.0.1"]  # fmt: skip
     jobs = [
@@ -247,7 +237,7 @@ def test_two_agents_of_torchrun_as_two_machines(tmp_path: Path, undisturbed: Pat
 @pytest.mark.slow
 def test_two_machines_without_torchrun(tmp_path: Path, undisturbed: Path) -> None:
     words = ["config=tiny", "backend=ddp", "backend.nodes=2",
-             f"backend.rendezvous=127.0.0.1:{free_port()}"]  # fmt: skip
+             f"backend.rendezvous=127.0.0.1:{ranks.free_port()}"]  # fmt: skip
     cli.folder(tmp_path)
     done = both([cli.start(words, tmp_path, start_new_session=True) for _ in (0, 1)])
     assert [job.returncode for job in done] == [0, 0], done
@@ -258,7 +248,7 @@ def test_two_machines_without_torchrun(tmp_path: Path, undisturbed: Path) -> Non
 @pytest.mark.slow
 def test_a_failure_on_one_of_two_machines_is_told_on_both(tmp_path: Path) -> None:
     words = ["config=tiny", "backend=ddp", "backend.nodes=2", "hooks.tiny_rank_fault.how=raise",
-             f"backend.rendezvous=127.0.0.1:{free_port()}"]  # fmt: skip
+             f"backend.rendezvous=127.0.0.1:{ranks.free_port()}"]  # fmt: skip
     cli.folder(tmp_path)
     done = both([cli.start(words, tmp_path, start_new_session=True) for _ in (0, 1)])
     assert [job.returncode for job in done] == [1, 1]
@@ -271,7 +261,7 @@ def test_a_failure_on_one_of_two_machines_is_told_on_both(tmp_path: Path) -> Non
 def test_slurms_srun(tmp_path: Path, undisturbed: Path) -> None:
     """Two tasks with the variables that srun -n 2 sets."""
     cli.folder(tmp_path)
-    step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+    step = {"SLURM_JOB_ID": str(ranks.free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
             "SLURM_STEP_NODELIST": "localhost"}  # fmt: skip
     jobs = [
@@ -312,14 +302,10 @@ def test_a_job_that_has_to_make_room_is_queued_again(tmp_path: Path, undisturbed
     probe = ["hooks.tiny_probe.file=probe.txt", "hooks.tiny_probe.wait_at=7"]
     slurm = ["launch=slurm", "launch.cluster=local", "launch.wait=true", "run.resume=never"]
     job = cli.start([*TWO, *slurm, *probe], cli.folder(tmp_path), start_new_session=True)
-    until = time.monotonic() + HANGS
-    while not (tmp_path / "probe.txt.waiting").exists():
-        assert time.monotonic() < until and job.poll() is None
-        time.sleep(0.05)
+    cli.wait_for(tmp_path / "probe.txt.waiting", job, HANGS)
     [task] = [pid for pid in descendants(job.pid) if "submitit.core._submit" in words_of(pid)]
     os.kill(task, signal.SIGUSR2)
-    time.sleep(0.5)
-    (tmp_path / "probe.txt.go").touch()
+    cli.let_go(tmp_path / "probe.txt", job, HANGS)
     done = ended(job)
     assert done.returncode == 0, done.stdout
     [log] = (tmp_path / "runs" / "tiny.launch").glob("*_log.out")

@@ -245,12 +245,21 @@ def test_sig_a_stopped_again_right_after_a_resume(tmp_path: Path) -> None:
 
 
 class Stuck(Hook):
-    """A step that never comes to its end."""
+    """A step that never comes to its end.
+
+    Args:
+        in_flight: a save may be under way then.
+    """
+
+    def __init__(self, in_flight: bool = False) -> None:
+        self.in_flight = in_flight
 
     def on_backward(self, task: Task) -> None:
         if task.progress.updates == 12:
+            if not self.in_flight:
+                task.writer.settle()
             os.kill(os.getpid(), TERM)
-            time.sleep(60)
+            time.sleep(600)
 
 
 def test_sig_a_no_border_is_reached(tmp_path: Path) -> None:
@@ -456,7 +465,7 @@ def test_sig_a_no_border_is_reached_while_a_save_is_in_flight(tmp_path: Path) ->
         "run": {"grace": 0.2},
     }
     folder = tmp_path / "run"
-    hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "stuck": Stuck()}
+    hooks: dict[str, Hook] = {"slow": SlowFrom(10, 60.0), "stuck": Stuck(in_flight=True)}
     running = process.start(r1.train, folder, probe_of(folder), hooks=hooks, **options)
     assert running.wait(limit=30.0).code == 128 + TERM
     assert newest(folder).manifest["updates"] == 5

@@ -65,7 +65,7 @@ class Stuck(Hook):
     def on_backward(self, task: Task) -> None:
         if task.progress.updates == 12:
             os.kill(os.getpid(), HUP)
-            time.sleep(60)
+            time.sleep(600)
 
 
 def test_sig_a_no_border_is_reached_after_sighup(tmp_path: Path) -> None:
@@ -110,6 +110,8 @@ def test_sig_a_a_terminal_that_is_closed(tmp_path: Path) -> None:
 
     wait_for(at_the_place)
     os.close(terminal)
+    wait_for((folder / "probe.txt.told").exists)
+    (folder / "probe.txt.go").touch()
     _, status = os.waitpid(pid, 0)
     checkpoints = store.Store(folder / "runs" / "tiny" / "checkpoints")
     log = (folder / "runs" / "tiny" / "log.txt").read_text()

@@ -21,7 +21,7 @@ from tests.crash.faulty_fs import Plan
 from tests.rigs import cli, process, ranks
 
 WORDS = ("config=crash",)
-LIMIT = 60.0
+LIMIT = 180.0
 PATIENCE = 6.0
 """Seconds in which the other processes have to end when one has failed."""
 _JOINING = ("in init_process_group", "in new_group")

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,66 @@ from tests.rigs import process, r1, ranks
 from tests.rigs.equal import assert_eq, probe_of, undisturbed
 from tests.rigs.probes import Break
 
-TOO_LONG = 0.25
+TOO_LONG = 0.5
 """Seconds; a step of R1 takes some milliseconds."""
+
+LIMIT = 30.0
+"""Seconds that something stands still, waiting for the watchdog to have spoken of it."""
 
 NAME = "phaseloop-watchdog"
 
 
 class Hang(Hook):
-    """Stands still at the end of one update, once; ``seconds`` None: for ever."""
+    """Stands still at the end of one update, once, until the watchdog has told of it.
+
+    Args:
+        update: its number.
+        stacks: files that have to be there, too.
+        forever: stands still whatever is told.
+    """
 
     only_watches = True
 
-    def __init__(self, update: int, seconds: float | None = None) -> None:
+    def __init__(self, update: int, *stacks: Path, forever: bool = False) -> None:
         self.update = update
-        self.seconds = seconds
+        self.stacks = stacks
+        self.forever = forever
+
+    def on_start(self, task: Task) -> None:
+        self._told = told = threading.Event()
+        tell = watchdog._Watch._tell
+
+        def tell_and_say_so(watch: watchdog._Watch) -> None:
+            tell(watch)
+            told.set()
+
+        watchdog._Watch._tell = tell_and_say_so  # type: ignore[method-assign]
 
     def on_step(self, task: Task) -> None:
         if task.updated and task.progress.updates == self.update and not task.resumed:
-            stand_still(self.seconds)
+            self._told.clear()
+            stand_still(lambda: self._is_over() and not self.forever)
+
+    def _is_over(self) -> bool:
+        return self._told.is_set() and all(file.exists() for file in self.stacks)
 
 
-def stand_still(seconds: float | None) -> None:
-    threading.Event().wait(seconds)
+def stand_still(is_over: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT
+    while not is_over() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 class SlowSamples(r1.Samples):
-    """Reading sample 7 takes a while."""
+    """Reading sample 7 takes until the watchdog has written that it does, in this file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
 
     def __getitem__(self, index: int) -> Any:
         if index == 7:
-            stand_still(4 * TOO_LONG)
+            stand_still(lambda: self.file.exists() and "waiting for" in self.file.read_text())
         return super().__getitem__(index)
 
 
@@ -69,8 +100,8 @@ def train(folder: Path | None, hooks: dict[str, Hook], **options: Any) -> list[s
     return [thread.name for thread in threading.enumerate() if NAME in thread.name]
 
 
-def stacks(folder: Path) -> str:
-    return (folder / "ranks" / "stacks-0.txt").read_text()
+def stacks_of(folder: Path, rank: int = 0) -> Path:
+    return folder / "ranks" / f"stacks-{rank}.txt"
 
 
 # --- real hangs ---
@@ -78,17 +109,20 @@ def stacks(folder: Path) -> str:
 
 def test_a_hang_in_a_hook_is_named_with_its_stack(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = go(folder, hooks={"slow": Hang(5, 4 * TOO_LONG)}, workers=1)
+    ended = go(folder, hooks={"slow": Hang(5)}, workers=1)
     assert ended.code == 0, ended.output
     assert ended.value == []  # no thread is left
-    said = re.search(r"WARNING: watchdog: no step has ended for .*", ended.output)
+    # It may have spoken before, of something else that was slow.
+    said = re.search(
+        r"WARNING: watchdog: no step has ended .*in hooks.slow.on_step, .*", ended.output
+    )
     assert said is not None, ended.output
     assert "after update 5, in phase 'train', in hooks.slow.on_step, at " in said[0]
     assert re.search(r"test_watchdog\.py:\d+ in stand_still; the stacks", said[0])
     assert said[0].endswith(f"are in {folder / 'ranks' / 'stacks-0.txt'}")
     assert re.search(r"watchdog: it goes on, after ", ended.output)
     assert said[0].removeprefix("WARNING: ") in (folder / "log.txt").read_text()
-    text = stacks(folder)
+    text = stacks_of(folder).read_text()
     assert re.search(r"rank 0, process \d+ on \S+: no step has ended", text)
     assert "in stand_still" in text and "in _walk" in text  # of the main thread, whole
     assert text.count("Thread 0x") >= 2  # and others
@@ -97,8 +131,9 @@ def test_a_hang_in_a_hook_is_named_with_its_stack(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_waiting_for_data_counts(tmp_path: Path, workers: int) -> None:
-    data = Data(SlowSamples(), r1.BATCH, workers=workers)
-    ended = go(tmp_path / "run", epochs=1, train=data)
+    folder = tmp_path / "run"
+    data = Data(SlowSamples(stacks_of(folder)), r1.BATCH, workers=workers)
+    ended = go(folder, epochs=1, train=data)
     assert ended.code == 0, ended.output
     assert re.search(r"no step has ended for .*, waiting for data, at ", ended.output)
 
@@ -106,7 +141,7 @@ def test_waiting_for_data_counts(tmp_path: Path, workers: int) -> None:
 def test_abort_ends_the_process_and_a_restart_goes_on_exactly(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     save = {"every_updates": 5}
-    options = {"dog": dog(abort=True), "hooks": {"hang": Hang(12)}}
+    options = {"dog": dog(abort=True), "hooks": {"hang": Hang(12, forever=True)}}
     started = process.start(aborted, folder, save, options)
     ended = started.wait()
     assert ended.code == 1, ended.output
@@ -114,7 +149,7 @@ def test_abort_ends_the_process_and_a_restart_goes_on_exactly(tmp_path: Path) ->
     status = json.loads((folder / "status.json").read_text())
     assert (status["status"], status["updates"]) == ("failed", 12)
     assert status["reason"].startswith("watchdog: ")
-    assert "in stand_still" in stacks(folder)
+    assert "in stand_still" in stacks_of(folder).read_text()
     again = process.start(aborted, folder, save, options).wait()
     assert again.code == 0, again.output
     assert_eq(undisturbed(save=save), folder)
@@ -125,47 +160,43 @@ def aborted(folder: Path, save: dict[str, Any], options: dict[str, Any]) -> None
     r1.train(folder, probe_of(folder), save=save, hooks=hooks)
 
 
-class HangsOnOne(Hook):
-    """Rank 1 stands still at the end of one update, and the others wait for it."""
-
-    only_watches = True
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
+class HangsOnOne(Hang):
+    """Rank 1 stands still, and the others wait for it, and tell of that."""
 
     def on_step(self, task: Task) -> None:
-        if task.progress.updates == 5 and task.backend.rank == 1:
-            stand_still(self.seconds)
+        if task.backend.rank == 1:
+            super().on_step(task)
 
 
-def of_two(folder: Path, dog: Watchdog, seconds: float | None) -> str:
-    hooks = {"watchdog": dog, "hang": HangsOnOne(seconds)}
+def of_two(folder: Path, dog: Watchdog, forever: bool) -> str:
+    stacks = [stacks_of(folder, rank) for rank in (0, 1)]
+    hooks = {"watchdog": dog, "hang": HangsOnOne(5, *stacks, forever=forever)}
     return str(r1.train(folder, hooks=hooks, backend=ranks.ddp(), epochs=1)["status"])
 
 
 def test_of_two_processes_each_writes_where_it_stands(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first, second = ranks.run(of_two, folder, dog(), 4 * TOO_LONG)
+    first, second = ranks.run(of_two, folder, dog(), False)
     assert first.value == second.value == "finished", first.output + second.output
     assert "WARNING: watchdog: no step has ended for " in first.output
     assert "watchdog" not in second.output  # what it says is in its log
     assert "in hooks.hang.on_step" in (folder / "ranks" / "log-1.txt").read_text()
-    mine, other = (folder / "ranks" / f"stacks-{rank}.txt" for rank in (0, 1))
+    mine, other = (stacks_of(folder, rank) for rank in (0, 1))
     assert "stand_still" not in mine.read_text()  # it waits for the other
     assert "in stand_still" in other.read_text()
 
 
 def test_of_two_processes_abort_ends_both_after_both_have_written(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = ranks.run(of_two, folder, dog(abort=True), None)
+    ended = ranks.run(of_two, folder, dog(abort=True), True)
     assert ended[1].code == 1, ended[1].output
     assert ended[0].code == 1, ended[0].output
     for rank in (0, 1):
-        assert (folder / "ranks" / f"stacks-{rank}.txt").exists()
+        assert stacks_of(folder, rank).exists()
 
 
 def test_without_a_folder_stacks_go_to_the_standard_error() -> None:
-    ended = go(None, epochs=1, hooks={"slow": Hang(5, 3 * TOO_LONG)})
+    ended = go(None, epochs=1, hooks={"slow": Hang(5)})
     assert ended.code == 0, ended.output
     assert "in stand_still" in ended.output
     assert "the stacks of all its threads are above" in ended.output

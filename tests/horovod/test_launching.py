@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -101,11 +100,9 @@ def test_a_stop_under_horovodrun_is_saved_and_goes_on_exactly(
     else:
         probe = ["hooks.tiny_probe.file=probe.txt", "hooks.tiny_probe.wait_at=7"]
         job = start(cli.folder(tmp_path), [*RUN, "config=tiny", *probe])
-        until = time.monotonic() + HANGS
-        while not (tmp_path / "probe.txt.waiting").exists():
-            assert time.monotonic() < until and job.poll() is None
-            time.sleep(0.05)
+        cli.wait_for(tmp_path / "probe.txt.waiting", job, HANGS)
         job.send_signal(signal.SIGTERM)
+        cli.let_go(tmp_path / "probe.txt", job, HANGS)
         done = ended(job)
         assert newest(tmp_path).manifest["updates"] == 8
     assert done.returncode == 1, done.stdout  # horovodrun knows no other code

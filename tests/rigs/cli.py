@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -74,6 +75,29 @@ def start(
         text=True,
         start_new_session=start_new_session,
     )
+
+
+def wait_for(path: Path, job: "subprocess.Popen[str] | Fork", seconds: float = 60) -> None:
+    """Until the file is there.
+
+    Raises:
+        AssertionError: the job has ended, or takes longer.
+    """
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def let_go(probe: Path, job: "subprocess.Popen[str] | Fork", seconds: float = 60) -> None:
+    """A job that waits in ``tiny_probe`` goes on as soon as the signal that it was sent is there.
+
+    Args:
+        probe: the probe's file.
+    """
+    wait_for(Path(f"{probe}.told"), job, seconds)
+    Path(f"{probe}.go").touch()
 
 
 # --- in a fork: as true a process, which has imported the engine already: five seconds sooner ---

@@ -17,7 +17,7 @@ from phaseloop import Hook, Outcome, Task, Trainer
 from phaseloop.engine.backends import Ddp, Horovod
 from phaseloop.engine.backends.host import Host
 from phaseloop.engine.backends.processes import Processes
-from tests.rigs import ranks
+from tests.rigs import process, ranks
 
 Case = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -69,7 +69,9 @@ def ddp(**options: Any) -> Processes:
     return StaysJoined("cpu", **options)
 
 
-def results(cases: Sequence[Case], processes: int = 2, limit: float = 60.0) -> list[list[Any]]:
+def results(
+    cases: Sequence[Case], processes: int = 2, limit: float = process.LIMIT
+) -> list[list[Any]]:
     """By case, what it returned on each rank; a :class:`Failed` where it raised an error."""
     by_rank = ranks.results(_all, list(cases), processes=processes, limit=limit)
     return [list(case) for case in zip(*by_rank, strict=True)]

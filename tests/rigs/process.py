@@ -46,8 +46,9 @@ _TO_LEAVE = 3.0
 """Seconds, less than a failed process has by itself: gloo may hang at both ends of a connection
 that both have cut."""
 
-LIMIT = 60.0
-"""Seconds that a process gets before it counts as hanging; far more than any needs."""
+LIMIT = 180.0
+"""Seconds that a process gets before it counts as hanging; far more than any needs,
+whatever else the machine does."""
 
 
 @dataclass

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -182,6 +184,15 @@ def agreed(values: list[Any]) -> Any:
         found = list(equal.differ(f"ranks 0 and {rank}", values[0], value))
         assert not found, found
     return values[0]
+
+
+def free_port() -> int:
+    """A port that nobody has, nor is given who asks for any: those are higher."""
+    for port in random.SystemRandom().sample(range(15000, 30000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
+            return port
+    raise AssertionError("no port is free")
 
 
 # --- inside the processes ---

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from phaseloop import Hook, Order, register_dataset, register_hook, register_model
 
 SAMPLES = 40
+LIMIT = 60.0  # seconds that a probe waits
 
 
 @register_dataset("tiny_data")
@@ -60,8 +61,12 @@ class Probe(Hook):
 
     Args:
         file: where the lines go.
-        wait_at: after this update, make ``file.waiting`` and sleep in short naps.
+        wait_at: after this update, make ``file.waiting`` and sleep in short naps until ``file.go``
+            is there; ``file.told`` says that a signal has come meanwhile.
         wait_in_test: the same in the first step of a test phase instead.
+
+    Raises:
+        TimeoutError: nobody has made ``file.go``.
     """
 
     order = Order.DEFAULT
@@ -75,19 +80,23 @@ class Probe(Hook):
     def on_step(self, task) -> None:
         if not task.train:
             if self.wait_in_test:
-                self._wait()
+                self._wait(task)
             return
         if task.updated:
             rate = task.optimizers["optimizer"].param_groups[0]["lr"]
             with open(self.file, "a") as file:
                 file.write(f"{task.progress.updates} {rate!r} {random.random()!r}\n")
             if task.progress.updates == self.wait_at:
-                self._wait()
+                self._wait(task)
 
-    def _wait(self) -> None:
+    def _wait(self, task) -> None:
         open(f"{self.file}.waiting", "w").close()
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and not os.path.exists(f"{self.file}.go"):
+        deadline = time.monotonic() + LIMIT
+        while not os.path.exists(f"{self.file}.go"):
+            if task.signals.received is not None:
+                open(f"{self.file}.told", "w").close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {self.file}.go")
             time.sleep(0.01)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -83,13 +82,9 @@ def test_sig_b_and_c_a_signal_stops_both_at_one_border(
     probe = ["hooks.tiny_probe.file=probe.txt", "hooks.tiny_probe.wait_at=7"]
     folder = cli.folder(tmp_path)
     job = cli.Fork(["config=tiny", *TWO, *probe], folder)
-    until = time.monotonic() + HANGS
-    while not (tmp_path / "probe.txt.waiting").exists():
-        assert time.monotonic() < until and job.poll() is None
-        time.sleep(0.05)
+    cli.wait_for(tmp_path / "probe.txt.waiting", job, HANGS)
     job.send_signal(number)
-    time.sleep(0.5)
-    (tmp_path / "probe.txt.go").touch()
+    cli.let_go(tmp_path / "probe.txt", job, HANGS)
     done = said_by(job)
     assert done.returncode == 128 + number, done.stdout
     assert done.stdout.count("stopping at the next border") == (number == signal.SIGINT)
