@@ -1,4 +1,4 @@
-"""The site of the documentation has all that there is; ``make docs`` builds it, and fails otherwise.
+"""The site of the documentation has all that there is; ``make docs`` builds it.
 
 Here only what can be seen without building it, which takes half a minute.
 """
