@@ -1,6 +1,6 @@
-"""Sphinx's settings: how ``make docs`` makes a site of the pages, which stay readable as they are.
+"""Sphinx's settings: how ``make docs`` makes a site of the pages, which stay as they are.
 
-The pages are copied to ``build/pages`` first, laid out as in the repository, with the pages that only
+The pages are copied to ``build/pages`` first, laid out as in the repository, with those that only
 the site has (``docs/site``) at the root; so every link between them is right in both places.
 """
 
@@ -12,7 +12,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "site" / "extensions")]
 
-from phaseloop import __version__  # noqa: E402 the path comes first
+from pygments.lexers.data import YamlLexer  # noqa: E402 the path comes first
+from sphinx.application import Sphinx  # noqa: E402
+
+from phaseloop import __version__  # noqa: E402
 
 project = "phaseloop"
 author = "the phaseloop authors"
@@ -70,3 +73,8 @@ copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 # --- make linkcheck ---
 linkcheck_timeout = 20
 linkcheck_retries = 2
+
+
+def setup(app: Sphinx) -> None:
+    """Pages have another library's YAML in blocks of ``yml``, which are not played."""
+    app.add_lexer("yml", YamlLexer)

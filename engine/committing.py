@@ -57,7 +57,7 @@ class Committing:
         """Move everything that a step moves: the one place where progress changes."""
         if self.loss is not None:
             self.loss = self.loss.detach()
-        self._pending = None
+        self.left_batch, self._pending = self._pending is not None, None
         accumulator = self.accumulator
         if not self.train:
             if accumulator.full:
@@ -151,7 +151,7 @@ class Committing:
                 f"micro-batch; give a loss of weight 0"
             )
         else:
-            self.note_skip(_NO_LOSS if self.accumulator.taken else _NOT_ASKED)
+            self.note_skip(_NOT_ASKED if self.left_batch else _NO_LOSS)
             clear(self.trainable)
 
     def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]

@@ -37,6 +37,7 @@ class Fetching(Committing):
         loss: the step's loss; detached by ``commit``.
         output: the model's output, until the end of the step.
         batch: the batch that the step took.
+        left_batch: the step did not ask for its micro-batch.
         step_is_empty: the collate function gave None for all that the step was to take.
         failed_whole: an error came while the first micro-batch of a window was fetched: nothing
             has moved since the last step that every hook has seen to its end.
@@ -64,7 +65,7 @@ class Fetching(Committing):
         self.loss: torch.Tensor | None = None
         self.output: Any = None
         self.batch: Batch | None = None
-        self.step_is_empty = False
+        self.step_is_empty = self.left_batch = False
         self.failed_whole = False
         self.window_start: WindowStart | None = None
         self.agreement: Agreement | None = None

@@ -150,7 +150,12 @@ def _hand_to_hydra(words: list[str]) -> None:
     here = Path.cwd() / "configs"
     search = [f"hydra.searchpath=[file://{here}]"] if here.is_dir() else []
     flags = [word for word in words if word.startswith("-")]
-    rest = composing.normalize([w for w in words if not w.startswith("-")], composing.groups())
+    rest = [word for word in words if not word.startswith("-")]
+    if {"-sc", "--shell-completion"} & set(flags):  # install=bash is a word to Hydra, and no key
+        _add_to_typed(search)
+        _start_hydra(composing.MAIN, [*flags, *rest], lambda jobs_words: DONE)
+        return
+    rest = composing.normalize(rest, composing.groups())
     if not {"-m", "--multirun"} & set(flags):
         _start_hydra(composing.MAIN, [*flags, *rest, *search], lambda jobs_words: DONE)
         return
@@ -180,6 +185,14 @@ def _hand_to_hydra(words: list[str]) -> None:
         return run([*own, *deleted], name)
 
     _start_hydra(_SWEEP, [*flags, *sent, *search], job)
+
+
+def _add_to_typed(words: list[str]) -> None:
+    """To the line that is being completed, before its last word; Hydra looks there alone."""
+    line = os.environ.get("COMP_LINE", "")
+    if line and not any(" " in word for word in words):
+        done, _, last = line.rpartition(" ")
+        os.environ["COMP_LINE"] = " ".join([done, *words, last])
 
 
 def _start_hydra(config: str, words: list[str], job: Callable[[list[str]], int]) -> None:

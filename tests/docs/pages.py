@@ -10,6 +10,7 @@ What a block is depends on its language and its head:
 * other ``python``: run; blocks without a command between them share one process and namespace.
 * other ``yaml``: has to be readable.
 * ``sh``: commands that change the reader's machine or shell; not run.
+* ``py`` and ``yml``: what is written for another library; not run, but it has to be readable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROOT = process.ROOT
 LIMIT = 120.0
 """Seconds for one command; far more than any needs."""
 
-LANGUAGES = ("bash", "text", "python", "yaml", "sh", "")
+LANGUAGES = ("bash", "text", "python", "yaml", "sh", "py", "yml", "")
 _FENCE = re.compile(r"^```(\w*)$")
 _FILE = re.compile(r"^# ([\w./-]+\.(?:py|yaml))$")
 _EXIT_CODE = re.compile(r"\s+# exit code (\d+)$")
@@ -122,9 +123,9 @@ class Player:
         """Play every block; the first that does not do what the page says fails."""
         for block in blocks(self._page):
             place = f"{self._page.name}:{block.line}"
-            if block.language not in ("python", "text"):
+            if block.language not in ("python", "text", "py", "yml"):
                 self._run_python()
-            if block.file is not None:
+            if block.file is not None and block.language not in ("py", "yml"):
                 self._file(block, place)
             elif block.language == "bash":
                 self._bash(block, place)
@@ -133,8 +134,10 @@ class Player:
             elif block.language == "python":
                 # Empty lines first, so that a traceback has the page's own line numbers.
                 self._python += "\n" * (block.line - 1 - self._python.count("\n")) + block.text
-            elif block.language == "yaml":
+            elif block.language in ("yaml", "yml"):
                 yaml.safe_load(block.text)
+            elif block.language == "py":
+                compile(block.text, place, "exec")
             else:
                 assert block.language in LANGUAGES, f"{place}: {block.language} is not known here"
         self._run_python()

@@ -1,8 +1,8 @@
-"""Sphinx extension: names in docstrings and signatures, which are those of where a thing is defined.
+"""Sphinx extension: names in docstrings and signatures, which say where a thing is defined.
 
 The reference has each public thing once, as ``phaseloop.NAME``. A name of a private module leads
-there; one of another package, or of a part of ours that the reference leaves out, is shown without a
-link. One that exists nowhere stays a fault.
+there; one of another package, or of a part of ours that the reference leaves out, is shown without
+a link. One that exists nowhere stays a fault.
 """
 
 from __future__ import annotations

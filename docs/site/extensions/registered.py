@@ -12,6 +12,7 @@ import inspect
 from typing import Any, ClassVar
 
 from docutils import nodes
+from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -27,6 +28,7 @@ class Public(SphinxDirective):
 
     optional_arguments = 1
     has_content = True
+    option_spec: ClassVar[Any] = {"inherited-members": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         package = importlib.import_module(self.arguments[0] if self.arguments else "phaseloop")
@@ -39,8 +41,13 @@ class Public(SphinxDirective):
                 # Of a bound method autodoc would take away one more argument.
                 shown = str(inspect.signature(thing)) if inspect.ismethod(thing) else ""
                 lines += [f".. {kind}:: {package.__name__}.{name}{shown}"]
-                lines += ["   :members:", ""] if kind == "autoclass" else [""]
+                lines += self._members() if kind == "autoclass" else [""]
         return self.parse_text_to_nodes(StringList(lines, "public"))
+
+    def _members(self) -> list[str]:
+        inherited = self.options.get("inherited-members")
+        also = [] if inherited is None else [f"   :inherited-members: {inherited}"]
+        return ["   :members:", *also, ""]
 
 
 class Registered(SphinxDirective):
