@@ -6,6 +6,7 @@ An error or a signal finds the state whole as long as the window has not begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,8 @@ class Fetching(Committing):
         may_redo: on several processes, this window may be begun anew: nothing is reduced before it
             is whole on all.
         before_reduce: called then, on all.
+        waited: seconds that the training of this process stood still for its data: until a worker
+            had it, or until it was read here.
     """
 
     backend: Backend
@@ -67,6 +70,7 @@ class Fetching(Committing):
         self.agreement: Agreement | None = None
         self.may_redo = False
         self.before_reduce: Callable[[], None] | None = None
+        self.waited = 0.0
         self._pending: Batch | None = None
         self._window: list[Batch] = []
         self._batches: Iterator[tuple[Window, Batch | None]] | None = None
@@ -82,6 +86,7 @@ class Fetching(Committing):
 
     def _fetch(self) -> bool:
         accumulator = self.accumulator
+        began = perf_counter()
         try:
             if self._batches is None:
                 progress, phase = self.progress, self.phase
@@ -102,6 +107,8 @@ class Fetching(Committing):
             raise
         finally:
             self.signals.waiting = False
+        if self.train:
+            self.waited += perf_counter() - began
         if accumulator.closed:
             accumulator.begin(window)
             if self.train:
@@ -112,7 +119,10 @@ class Fetching(Committing):
         if self.agreement is not None:
             self._tell_others(self.agreement, batch)
         if self.step_facts.takes_window:
+            began = perf_counter()
             batches = [batch, *(next(self._batches)[1] for _ in window.pieces[1:])]
+            if self.train:
+                self.waited += perf_counter() - began
             accumulator.taken = len(batches)
             self._window = [batch for batch in batches if batch is not None]
             self.step_is_empty = not self._window

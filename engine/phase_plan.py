@@ -180,6 +180,12 @@ class PhasePlan:
             or (time is not None and progress.seconds - self.origin.seconds >= time)
         )
 
+    def seconds_left(self, progress: Progress) -> float | None:
+        """Seconds until the stage's time is over; None: no time is its length."""
+        if self._time is None:
+            return None
+        return max(0.0, self._time - (progress.seconds - self.origin.seconds))
+
     def epoch_is_unfinished(self, progress: Progress) -> bool:
         """The train phase ended before its data did, since the run was planned shorter then."""
         return (

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch.optim import Optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Rows = list[tuple[str, str]]
+"""Labels and texts."""
 
 
 def number(value: float) -> str:
@@ -28,6 +33,16 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(count: float) -> str:
+    """Bytes as ``232 B``, ``4.8 kB``, ``412 MB``, ``1.2 GB``."""
+    units = ("B", "kB", "MB", "GB")
+    power = 0
+    while count >= 999.5 and power + 1 < len(units):
+        count, power = count / 1000, power + 1
+    digits = 1 if power and count < 9.95 else 0
+    return f"{count:.{digits}f} {units[power]}"
+
+
 def counted(count: int, noun: str) -> str:
     """``1 epoch``, ``1,200 epochs``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -48,8 +63,51 @@ def aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{label:<{width}}  {text}" for label, text in rows]
 
 
-def learning_rates(optimizers: Mapping[str, Optimizer]) -> str:
-    """``lr 3.1e-03``; groups with different rates as ``1.0e-04..3.1e-03``; empty: there are none.
+def fitting(parts: Sequence[tuple[int, str]], width: int) -> list[str]:
+    """The texts that fit into ``width`` columns, with two columns between them.
+
+    Args:
+        parts: texts, each with a number: the one with the highest is left out first, of two alike
+            the later; what has 0 stays.
+    """
+    kept = list(parts)
+    while kept and sum(len(text) + 2 for _, text in kept) - 2 > width:
+        rank, place = max((rank, place) for place, (rank, _) in enumerate(kept))
+        if not rank:
+            break
+        del kept[place]
+    return [text for _, text in kept]
+
+
+def folded(parts: Iterable[str], width: int, indent: int = 2) -> str:
+    """The texts in lines of at most ``width`` columns, broken between two texts."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(" " * indent * bool(lines) + part)
+    return "\n".join(lines)
+
+
+def speed(rate: float) -> str:
+    """``12,345 samples/s``, below 10 with a decimal."""
+    return f"{rate:,.0f} samples/s" if rate >= 9.95 else f"{rate:.1f} samples/s"
+
+
+def share(part: float) -> str:
+    """``12 %``, of at most 100, in a fixed width."""
+    return f"{round(100 * min(part, 1.0)):>2} %"
+
+
+def losses(row: Mapping[str, float]) -> list[str]:
+    """``loss 0.1234``; where a step records none but its parts, each of them."""
+    names = ["loss"] if "loss" in row else [n for n in row if n.startswith("loss/")]
+    return [f"{name} {number(row[name])}" for name in names]
+
+
+def rates(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """``lr 3.1e-03`` of each optimizer; groups with different rates as ``1.0e-04..3.1e-03``.
 
     These are the rates that the last update used.
     """
@@ -60,7 +118,23 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> str:
             low, high = f"{min(rates):.1e}", f"{max(rates):.1e}"
             label = "lr" if len(optimizers) == 1 else f"{name} lr"
             parts.append(f"{label} {low if low == high else f'{low}..{high}'}")
-    return "  ".join(parts)
+    return parts
+
+
+class Columns:
+    """Lines whose texts stand below each other, as far as can be known before the next one."""
+
+    def __init__(self) -> None:
+        self._widths: list[int] = []
+
+    def line(self, texts: Sequence[str]) -> str:
+        """One line; what begins with a digit stands to the right of its column."""
+        self._widths += [0] * (len(texts) - len(self._widths))
+        padded = []
+        for place, text in enumerate(texts):
+            width = self._widths[place] = max(self._widths[place], len(text))
+            padded.append(text.rjust(width) if text[:1].isdigit() else text.ljust(width))
+        return "  ".join(padded).rstrip()
 
 
 class Throughput:
@@ -87,13 +161,18 @@ class Throughput:
         if self._since is None:
             self._since = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """Length of the stretch up to now, without its pauses."""
+        running = 0.0 if self._since is None else time.monotonic() - self._since
+        return self._spent + running
+
     def rate(self, samples: int) -> float | None:
         """Samples per second; None when no sample was done in the stretch.
 
         Args:
             samples: samples done by now, counted as for :meth:`start`.
         """
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        seconds = self._spent + running
+        seconds = self.seconds
         done = samples - self._samples
         return done / seconds if done > 0 and seconds > 0 else None

@@ -7,7 +7,6 @@ import fcntl
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -294,26 +293,3 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small text file by renaming: a reader sees the old one or the new one."""
     with _one_at_a_time:
         replace(path, lambda file: file.write(text.encode()))
-
-
-class ConsoleHandler(logging.Handler):
-    """Prints messages to what ``sys.stdout`` is now: a live display may have put itself there.
-
-    A record logged with ``extra=ONLY_FILE`` goes to ``log.txt`` alone.
-    """
-
-    _gone = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "only_file", False):
-            return
-        if self._gone:
-            return
-        try:
-            text = record.getMessage()  # a traceback goes to log.txt; the caller prints it
-            prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-            print(f"{prefix}{text}", file=sys.stdout, flush=True)
-        except BrokenPipeError:  # `| head`: who listened has gone, and the run goes on
-            self._gone = True
-        except Exception:
-            self.handleError(record)

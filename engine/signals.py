@@ -20,7 +20,7 @@ from typing import Any
 
 log = logging.getLogger("phaseloop")
 
-_ANSWER = b"\nstopping at the next border; Ctrl-C twice within a second leaves at once, unsaved\n"
+_ANSWER = b"stopping at the next border; Ctrl-C twice in a second leaves at once, unsaved\n"
 _LOOK = 0.05  # seconds between two looks at whether a save is over
 _TO_SAY = 2.0  # seconds for the last words before the process leaves
 _SAME = 0.05  # seconds in which nobody presses twice: one came by several ways
@@ -48,12 +48,15 @@ class Signals:
         waiting: the run waits for data and may be interrupted; set around the wait.
         saving: the run saves, or waits for a save: at a border, so without a time limit, which
             begins anew when that is over.
+        lines_below: lines that a display keeps at the end of the terminal, the cursor at the end of
+            the last: what is said from here comes above them.
     """
 
     def __init__(self, grace: float = 8.0) -> None:
         self.received: int | None = None
         self.waiting = False
         self.saving = False
+        self.lines_below = 0
         self._at_border = False
         self._grace = grace
         self._previous: dict[int, Any] = {}
@@ -129,7 +132,7 @@ class Signals:
         if now - self._last_interrupt <= _AT_ONCE:
             raise KeyboardInterrupt("second Ctrl-C: leaving at once, unsaved")
         if os.environ.get("RANK", "0") == "0":  # of several processes one answers
-            os.write(2, _ANSWER)  # not print: a handler may come in the middle of one
+            answer(self.lines_below)
         self._last_interrupt = now
 
     def _start_timer(self, number: int) -> None:
@@ -211,7 +214,7 @@ class Receiver:
         if now - self._last_interrupt <= _AT_ONCE:
             self._leave_at_once(list(runs))
         else:
-            os.write(2, _ANSWER)
+            answer(max(run.lines_below for run in runs.values()))
         self._last_interrupt = now
 
     def _leave_at_once(self, threads: list[int]) -> None:
@@ -223,6 +226,20 @@ class Receiver:
             raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
             raise_in(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
         self._abort()
+
+
+def answer(lines: int) -> None:
+    """Say what a Ctrl-C has done: not by print, since a handler may come in the middle of one.
+
+    Args:
+        lines: of a display that the cursor stands at the end of; they are wiped out, with what
+            the terminal has shown of the key, and drawn anew by whoever draws them.
+    """
+    if lines and os.isatty(2):
+        wiped = b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (lines - 1)
+        os.write(2, wiped + _ANSWER + b"\n" * (lines - 1))
+    else:
+        os.write(2, b"\n" + _ANSWER)
 
 
 def say_within(seconds: float, text: str, level: int = logging.ERROR) -> None:

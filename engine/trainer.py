@@ -14,6 +14,7 @@ from phaseloop.engine import alike, outcomes, registry, replica, shards
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.checkpoint import contents, resume, weights
 from phaseloop.engine.checkpoint.store import Saved
+from phaseloop.engine.console_handler import ConsoleHandler
 from phaseloop.engine.data import failed
 from phaseloop.engine.environment import Environment
 from phaseloop.engine.errors import (
@@ -26,7 +27,7 @@ from phaseloop.engine.errors import (
 from phaseloop.engine.events import Dispatcher, Hook
 from phaseloop.engine.log_file import ALIKE
 from phaseloop.engine.lost_place import check_folder, check_place, lost_place
-from phaseloop.engine.run_folder import ONLY_FILE, ConsoleHandler
+from phaseloop.engine.run_folder import ONLY_FILE
 from phaseloop.engine.task import Task
 
 log = logging.getLogger("phaseloop")
@@ -91,7 +92,8 @@ class Trainer:
             How it ended: finished, or stopped by a signal or a request.
 
         Raises:
-            Whatever user code raised; hooks have seen it, and ``status.json`` says failed.
+            Exception: whatever user code raised; hooks have seen it, and ``status.json`` says
+                failed.
         """
         self._start_from = start
         return self._run()

@@ -254,7 +254,7 @@ class Checkpoint(Hook):
         with task.signals.no_limit():
             save = task.writer.settle()
         if save is not None:
-            save.stalled += time.perf_counter() - since
+            task.writer.count(save, since)
         self._tell(task)
 
     def _tell(self, task: Task) -> None:

@@ -1,34 +1,49 @@
-"""Hook ``progress``: how far the training is, as a bar in a terminal, else as sparse lines."""
+"""Hook ``progress``: how far the run is, as bars in a terminal, else as sparse lines."""
 
 from __future__ import annotations
 
 import logging
-import sys
+import math
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import NamedTuple
 
-from phaseloop.engine import plan_report
+from phaseloop.engine import display, memory_use, plan_report
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
-from phaseloop.engine.report import Throughput, duration, learning_rates, number
+from phaseloop.engine.report import Columns, Throughput, duration, losses, rates, share, speed
 from phaseloop.engine.task import Task
 from phaseloop.engine.trainer import Outcome
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-
 log = logging.getLogger("phaseloop")
 
-_BAR_SECONDS = 0.1
+_BAR_SECONDS = 0.1  # least time between two drawings at log points
+_MOVE_SECONDS = 0.5  # and between two steps, which only move the bar
+_RECENT_SECONDS = 5.0  # the speed that a terminal shows is that of so long
+
+_LOSS, _SPEED, _RATES, _WAIT, _MEMORY = range(5)
+"""Facts, by how soon one is left out of a line that is too long: the last first."""
+
+
+class _Mark(NamedTuple):
+    """How far the training was when something was shown."""
+
+    seconds: float
+    samples: int
+    waited: float
 
 
 @register_hook("progress", default=True)
 class Progress(Hook):
     """Shows the training at log points (``run.log_every``), and between them costs nothing.
 
-    In a terminal a bar that leaves nothing behind: epoch, update, loss, samples per second and
-    the time to go, tests not counted. Elsewhere, in a file or a pipe, plain lines.
+    In a terminal a bar, which leaves nothing behind, and below it the facts, or in a test phase
+    its own bar. Elsewhere, in a file or a pipe, plain lines whose columns stand below each other.
+    The facts are the loss, the learning rates of the last update, samples per second, which part
+    of the training's time is waiting for data, and memory: the device's at its peak, on the CPU
+    what the process holds. Several of that are of the primary's process. The time to go is by the
+    speed of this process, tests not counted.
 
     Args:
         seconds: least time between two plain lines.
@@ -44,107 +59,142 @@ class Progress(Hook):
         if seconds < 0:
             raise ConfigError("hooks.progress.seconds", f"{seconds} is negative")
         self.seconds = seconds
-        self._bar: RichProgress | None = None
-        self._every = seconds
+        self._display: display.Display | None = None
+        self._columns = Columns()
+        self._facts: list[tuple[int, str]] = []
         self._shown = 0.0
-        self._speed = Throughput()  # since it was last shown
-        self._whole = Throughput()  # since the start of this process: steadier, for the time to go
+        self._moved = 0.0
+        self._whole = Throughput()  # since the start of this process, without its tests
+        self._marks: deque[_Mark] = deque()
 
     def on_start(self, task: Task) -> None:
-        self._every = self.seconds
+        self._facts = []
+        self._columns = Columns()
         self._shown = time.monotonic()
-        self._speed.start(task.progress.samples)
         self._whole.start(task.progress.samples)
+        self._marks = deque([self._mark(task)])
 
     def on_resume(self, task: Task) -> None:
-        self._open(task)
+        if not task.test_only:
+            self._open(task)
+            self._draw(task)
 
     def on_phase_start(self, task: Task) -> None:
         self._open(task)
         if not task.train:
-            self._speed.pause()
             self._whole.pause()
-        self._describe(task, "" if task.train else task.phase.name)
+        self._draw(task)
 
     def on_phase_end(self, task: Task) -> None:
         if not task.train:
-            self._speed.go_on()
             self._whole.go_on()
-        self._describe(task)
+        if task.plan.trains:
+            self._draw(task, test=False)
 
     def on_step(self, task: Task) -> None:
         if task.recorder.due and task.train:
-            self._show(task)
+            self._tell(task)
+        elif self._display is not None and time.monotonic() - self._moved >= _MOVE_SECONDS:
+            self._draw(task)
 
     def on_exception(self, task: Task, error: BaseException) -> None:
-        self._close()
+        self._close(task)
 
     def on_end(self, task: Task, outcome: Outcome) -> None:
-        self._close()
+        self._close(task)
 
-    def _show(self, task: Task) -> None:
+    def _tell(self, task: Task) -> None:
+        """At a log point. Here the host waits for the device, as any sink does."""
         now = time.monotonic()
-        if now - self._shown < self._every or not task.primary:
+        least = self.seconds if self._display is None else _BAR_SECONDS
+        if now - self._shown < least or not task.primary:
             return
         self._shown = now
-        if self._bar is None:
-            of = f"/{task.stages.updates}" if task.plan.updates else ""
-            done = f"update {task.progress.updates}{of}"
-            log.info("epoch %d %s %s", task.progress.epoch, done, " ".join(self._facts(task)))
+        self._facts = self._found(task)
+        self._remember(self._mark(task))
+        if self._display is None:
+            log.info("%s", self._line(task))
         else:
-            facts = self._facts(task)
-            if to_go := self._to_go(task):
-                facts.append(to_go)
-            self._bar.update(
-                self._bar.task_ids[0],
-                completed=task.progress.updates,
-                facts="  ".join(facts),
-                refresh=True,
-            )
-        self._speed.start(task.progress.samples)
+            self._draw(task)
 
-    def _facts(self, task: Task) -> list[str]:
-        """Loss, learning rate and speed. Here the host waits for the device, as any sink does."""
-        row = task.recorder.row()
-        facts = [f"loss {number(row['loss'])}"] if "loss" in row else []
-        if rates := learning_rates(task.optimizers):
-            facts.append(rates)
-        speed = self._speed.rate(task.progress.samples)
-        if speed is not None:
-            facts.append(f"{speed:,.0f} samples/s")
+    def _line(self, task: Task) -> str:
+        updates = task.stages.updates if task.plan.updates else 0
+        done = str(task.progress.updates)
+        of = f"{done:>{len(str(updates))}}/{updates}" if updates else done
+        texts = [plan_report.epoch(task), f"update {of}", *(text for _, text in self._facts)]
+        if to_go := self._to_go(task):
+            texts.append(to_go)
+        return self._columns.line(texts)
+
+    def _found(self, task: Task) -> list[tuple[int, str]]:
+        facts = [(_LOSS, text) for text in losses(task.recorder.row())]
+        facts += [(_RATES, text) for text in rates(task.optimizers)]
+        mark, since = self._mark(task), self._marks[0]
+        seconds = mark.seconds - since.seconds
+        if mark.samples > since.samples and seconds > 0:
+            facts.append((_SPEED, f"{speed((mark.samples - since.samples) / seconds):>16}"))
+            facts.append((_WAIT, f"data wait {share((mark.waited - since.waited) / seconds)}"))
+        facts.append((_MEMORY, memory_use.described(task.backend)))
         return facts
 
+    def _mark(self, task: Task) -> _Mark:
+        return _Mark(self._whole.seconds, task.progress.samples, task.waited)
+
+    def _remember(self, mark: _Mark) -> None:
+        """What is shown next is measured from here, in a terminal from some seconds before."""
+        self._marks.append(mark)
+        span = 0.0 if self._display is None else _RECENT_SECONDS
+        while len(self._marks) > 1 and mark.seconds - self._marks[1].seconds >= span:
+            self._marks.popleft()
+
     def _to_go(self, task: Task) -> str:
-        speed = self._whole.rate(task.progress.samples)
-        if speed is None or not task.plan.updates:
-            return ""
-        samples = sum(_samples(task, number) for number in range(len(task.stages.given)))
-        return f"{duration(samples / speed)} to go"
+        """``3 min 20 s to go``, or nothing where nobody knows."""
+        found = []
+        rate = self._whole.rate(task.progress.samples)
+        if rate is not None and task.plan.updates:
+            samples = sum(_samples(task, number) for number in range(len(task.stages.given)))
+            found += [samples / rate] if samples else []
+        left = task.plan.seconds_left(task.progress)
+        if left is not None and task.progress.stage + 1 == len(task.stages.given):
+            found.append(left)
+        return f"{duration(min(found))} to go" if found else ""
 
     def _open(self, task: Task) -> None:
-        """Begin the bar, once, if there is to be one; the console's header is above it by now."""
-        if self._bar is not None or not task.primary or not task.plan.trains or task.over:
+        """Begin to draw, once, if it is to be; the console's header is above it by now."""
+        if self._display is not None or not task.primary or task.over:
             return
-        if _in_terminal():
-            self._every = _BAR_SECONDS
-            self._bar = _new_bar()
-            done, planned = task.progress.updates, task.stages.updates
-            total = planned if task.plan.updates else None
-            self._bar.add_task(plan_report.epoch(task), completed=done, total=total, facts="")
+        if display.is_possible():
+            self._display = display.Display()
 
-    def _describe(self, task: Task, phase: str = "") -> None:
-        if self._bar is not None:
-            self._bar.update(
-                self._bar.task_ids[0],
-                description=f"{plan_report.epoch(task)} {phase}".rstrip(),
-                completed=task.progress.updates,
-                refresh=True,
-            )
+    def _draw(self, task: Task, test: bool = True) -> None:
+        """Draw how far everything is.
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        Args:
+            test: the phase at hand, if it is a test phase, is going on.
+        """
+        if self._display is None:
+            return
+        self._moved = time.monotonic()
+        bars = []
+        if task.plan.trains:
+            total = task.stages.updates if task.plan.updates else None
+            label = plan_report.epoch(task)
+            bars.append(display.Bar(label, task.progress.updates, total, "", self._to_go(task)))
+        if test and not task.train:
+            phase = task.phase
+            # Of a stream nobody knows them before its end.
+            batches = None if math.isinf(phase.windows) else int(phase.windows)
+            bars.append(display.Bar(phase.name, phase.position, batches, "batches"))
+        # Always as many lines in one run, so that nothing jumps.
+        facts = self._facts or [(_LOSS, " ")]
+        self._display.show(bars, facts if len(bars) == 1 and task.plan.trains else ())
+        task.signals.lines_below = self._display.lines
+
+    def _close(self, task: Task) -> None:
+        if self._display is not None:
+            task.signals.lines_below = 0
+            self._display.close()
+            self._display = None
 
 
 def _samples(task: Task, number: int) -> float:
@@ -158,32 +208,3 @@ def _samples(task: Task, number: int) -> float:
         return float((plan.updates - made) * loader.plan.batch_size)
     done = plan.epochs_after(task.progress.updates) if number == here else 0.0
     return (plan.epochs - done) * loader.samples
-
-
-def _in_terminal() -> bool:
-    """Whether a bar may be drawn; rich is imported only where it may."""
-    if sys.stdout is None or not sys.stdout.isatty():
-        return False
-    from rich.console import Console
-
-    return Console().is_interactive  # not so in a terminal that cannot move its cursor
-
-
-def _new_bar() -> RichProgress:
-    """A bar that prints what others print above itself."""
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as RichProgress
-
-    bar = RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:,}/{task.total:,}", markup=False),
-        TextColumn("{task.fields[facts]}", markup=False),
-        # No thread that redraws: a worker forked while it holds the console's lock would hang.
-        auto_refresh=False,
-        transient=True,
-    )
-    bar.start()
-    # rich hides the cursor; a run that is killed could never bring it back.
-    bar.console.show_cursor(True)
-    return bar

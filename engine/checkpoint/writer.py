@@ -103,10 +103,12 @@ class Writer:
 
     Attributes:
         over: the save in flight has come to its end, and :meth:`wait` has not yet told anyone.
+        stalled: seconds that the training stood still for all saves of this process.
     """
 
     def __init__(self) -> None:
         self.over = False
+        self.stalled = 0.0
         self._thread: threading.Thread | None = None
         self._flight: Save | None = None
         self._snapshot = Snapshot()
@@ -139,14 +141,20 @@ class Writer:
         except RuntimeError as error:  # the system has no thread to give
             self._thread = self._flight = None
             raise _failure(save, error) from error
-        save.stalled += time.perf_counter() - save.begun
+        self.count(save, save.begun)
 
     def write(self, save: Save, parts: Mapping[str, Any]) -> None:
         """The same in this thread, without a copy: when this returns the save is over."""
         assert self._flight is None
         _bring_to_disk(save, compact(parts))
-        save.stalled = time.perf_counter() - save.begun
+        self.count(save, save.begun)
         self._flight, self.over = save, True
+
+    def count(self, save: Save, since: float) -> None:
+        """The training stands still for this save, since so long on ``time.perf_counter``."""
+        seconds = time.perf_counter() - since
+        save.stalled += seconds
+        self.stalled += seconds
 
     def ended(self, seconds: float) -> bool:
         """Wait so long for the save in flight; whether it is over, or there is none."""

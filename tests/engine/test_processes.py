@@ -16,8 +16,8 @@ import torch
 from phaseloop import Hook, PhaseloopError
 from phaseloop.engine.backends import Ddp
 from phaseloop.engine.backends.primary import on_primary
+from phaseloop.engine.console_handler import ConsoleHandler
 from phaseloop.engine.errors import ConfigError, PeerError
-from phaseloop.engine.run_folder import ConsoleHandler
 from phaseloop.engine.task import Task
 from phaseloop.hooks.crash import Crash
 from tests.rigs import process, r1, ranks

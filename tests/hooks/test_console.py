@@ -3,13 +3,15 @@
 import math
 import re
 import signal
-from pathlib import Path
+import time
 
 import pytest
 from torch import nn
 
 from phaseloop import Data, Phases, Stage, Task, Trainer, default_hooks
+from phaseloop.engine import spent
 from phaseloop.engine.backends import Single
+from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.hooks.console import Console
 from phaseloop.hooks.early_stop import EarlyStop
 from phaseloop.hooks.meter_sync import MeterSync
@@ -45,7 +47,9 @@ def number_after(line, words):
 def test_header_says_what_is_trained(capsys, tmp_path):
     folder = tmp_path / "run"
     lines = train(capsys, folder, test=True, data={"micro_batch_size": 2})
-    assert value_of(lines, "model") == f"Sequential, {PARAMETERS} parameters"
+    assert value_of(lines, "model") == (
+        f"Sequential, {PARAMETERS} parameters ({4 * PARAMETERS} B), float32"
+    )
     assert value_of(lines, "data") == "train 40 samples, test 6 samples"
     assert value_of(lines, "phases") == (
         "30 updates in 3 epochs of 10, batch size 4, micro-batches of 2, test every epoch"
@@ -60,7 +64,8 @@ def test_header_counts_what_is_trainable(capsys):
     model[0].requires_grad_(False)
     lines = train(capsys, None, {"console": Console()}, model=model)
     assert value_of(lines, "model") == (
-        f"Sequential, {PARAMETERS} parameters, {8 * 2 + 2} of them trainable"
+        f"Sequential, {PARAMETERS} parameters ({4 * PARAMETERS} B), "
+        f"{8 * 2 + 2} of them trainable, float32"
     )
     assert "nothing is saved" in value_of(lines, "run folder")
 
@@ -112,18 +117,99 @@ def test_every_test_set_has_its_line(capsys):
     assert [re.findall(r"(clean|noisy) loss", line) for line in found] == [["clean"], ["noisy"]]
 
 
+def test_header_counts_the_updates_of_all_stages(capsys):
+    stages = [Stage(name="warm", updates=2), Stage(name="main", updates=3, repeat=2)]
+    lines = train(capsys, None, {"console": Console()}, phases=stages)
+    (total,) = [line for line in lines if line.endswith(" in all")]
+    assert total.split() == [str(2 + 2 * 3), "updates", "in", "all"]
+
+
+def inside(lines):
+    """What the closing table says is in the run's folder."""
+    return value_of(lines, "in it").split(", ")
+
+
 def test_summary_names_only_what_is_there(capsys, tmp_path):
     folder = tmp_path / "run"
     everything = train(capsys, folder, default_hooks(), test=True, epochs=1)
-    for label in ("run folder", "curves", "checkpoints", "tensorboard"):
-        path = Path([line for line in everything if line.startswith(label)][-1].split()[-1])
-        assert path.exists(), label
+    assert everything[-2].split() == ["run", "folder", str(folder)]
+    found = inside(everything)
+    assert found == ["checkpoints/", "curves.png", "metrics.jsonl", "tensorboard/", "log.txt"]
+    assert all((folder / name).exists() for name in found)
     assert value_of(everything, "finished").startswith("10 updates, 1 epoch, ")
-    assert re.search(r"best\s+(0\.\d+|1\.0+)$", value_of(everything, "test/accuracy"))
 
     bare = train(capsys, tmp_path / "bare", {"console": Console()}, test=True, epochs=1)
-    absent = ("curves", "checkpoints", "tensorboard", "test/")
-    assert not any(line.startswith(absent) for line in bare)
+    assert inside(bare) == ["log.txt"]
+    assert not any(line.startswith("test/") for line in bare)
+
+
+def test_checkpoints_elsewhere_are_named(capsys, tmp_path):
+    saves = tmp_path / "saves"
+    lines = train(capsys, tmp_path / "run", epochs=1, run={"checkpoints": str(saves)})
+    assert value_of(lines, "checkpoints") == str(saves)
+    assert "checkpoints/" not in inside(lines)
+
+
+def test_last_and_best_of_each_metric_and_where(capsys, tmp_path):
+    meters = {"score": Scripted([2.0, 1.0, 3.0])}
+    lines = train(capsys, tmp_path, test=True, test_meters=meters)
+    (head,) = [line.split() for line in lines if line.split()[:1] == ["last"]]
+    assert head == ["last", "best", "at", "update"]
+    # 2, 1, 3 after updates 10, 20 and 30; the lowest is best.
+    assert value_of(lines, "test/score").split() == ["3.0000", "1.0000", "20"]
+    for name in ("train/loss", "test/loss"):
+        assert len(value_of(lines, name).split()) == 3
+
+
+def test_where_a_metric_was_best_outlives_a_resume(capsys, tmp_path):
+    def go(epochs):
+        meters = {"score": Scripted([2.0, 1.0, 3.0])}
+        return train(capsys, tmp_path, test=True, test_meters=meters, epochs=epochs)
+
+    go(2)
+    assert value_of(go(3), "test/score").split() == ["3.0000", "1.0000", "20"]
+    assert value_of(go(3), "test/score").split() == ["3.0000", "1.0000", "20"]  # nothing was left
+
+
+def test_time_over_all_processes(capsys, tmp_path, monkeypatch):
+    """By a clock that goes on by an hour whenever it is read: hours are all that is told."""
+    ticking = Ticking(monkeypatch)
+
+    def hours(lines, label):
+        return sum(int(found) for found in re.findall(r"(\d+) h 00 min", value_of(lines, label)))
+
+    hooks = default_hooks(curves=None, tensorboard=None, at=r1.At("on_step", 13, "stop"))
+    first = train(capsys, tmp_path, hooks, test=True)
+    # Of each process: read when the hook is made, then when the run starts, from where it counts.
+    assert hours(first, "stopped") == ticking.read - 2
+    before = ticking.read
+    lines = train(capsys, tmp_path, test=True)
+    # The last reading of the first process, at its end, is behind its last checkpoint.
+    assert hours(lines, "finished") == (before - 2 - 1) + (ticking.read - before - 2)
+    assert value_of(lines, "finished").endswith(" in all, resumed once")
+    parts = [hours(lines, part) for part in ("training", "testing")]
+    assert min(parts) > 0 and sum(parts) < hours(lines, "finished")  # what is left lies between
+
+
+class Ticking:
+    """A clock that ``Spent`` reads, which goes on by an hour each time."""
+
+    def __init__(self, monkeypatch):
+        self.read = 0
+        self.perf_counter = time.perf_counter
+        monkeypatch.setattr(spent, "time", self)
+        monkeypatch.setattr(Writer, "count", lambda self, save, since: None)
+
+    def monotonic(self):
+        self.read += 1
+        return 3600.0 * self.read
+
+
+def test_skipped_updates_are_told(capsys, tmp_path):
+    hooks = default_hooks(curves=None, tensorboard=None, skip=r1.SkipSome())
+    lines = train(capsys, tmp_path, hooks, epochs=1)
+    skipped = int(re.search(r"(\d+) updates skipped", value_of(lines, "finished"))[1])
+    assert skipped == sum("was skipped" in line for line in lines) > 0
 
 
 def test_without_meter_sync_there_are_no_metrics_and_no_error(capsys):
@@ -148,6 +234,8 @@ def test_a_failed_run_is_not_called_finished(capsys, tmp_path):
     assert "finished" not in said
     assert "ToldError: on_step at 13" in said
     assert value_of(said.splitlines(), "failed").startswith("after 13 updates")
+    # That of the first epoch is the newest checkpoint: after an error in a hook none is made.
+    assert value_of(said.splitlines(), "to go on") == "the same command, from update 10"
 
 
 def test_stopped_by_a_signal(capsys, tmp_path):
@@ -155,6 +243,7 @@ def test_stopped_by_a_signal(capsys, tmp_path):
     lines = train(capsys, tmp_path, hooks)
     assert value_of(lines, "stopped").startswith("13 updates")
     assert value_of(lines, "reason") == "SIGTERM"
+    assert value_of(lines, "to go on") == "the same command, from update 13"
     assert "finished" not in "\n".join(lines)
 
 
@@ -164,6 +253,13 @@ def test_resumed_in_mid_epoch(capsys, tmp_path):
     lines = train(capsys, tmp_path)
     assert value_of(lines, "resumed") == "in epoch 2 of 3, after update 13 of 30"
     assert value_of(lines, "finished").startswith("30 updates, 3 epochs, ")
+    assert value_of(lines, "finished").endswith(" in all, resumed once")
+
+
+def test_what_came_before_is_not_known_without_the_hook(capsys, tmp_path):
+    stop = r1.At("on_step", 13, "stop")
+    Trainer(r1.make_task(tmp_path), r1.make_hooks(at=stop)).train()
+    lines = train(capsys, tmp_path)
     assert value_of(lines, "finished").endswith(" since the resume")
 
 

@@ -1,22 +1,21 @@
 """Hook ``progress``: sparse lines in a pipe, a bar in a terminal, nothing between log points."""
 
-import io
-import os
 import re
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from phaseloop import ConfigError, Phases, Trainer, default_hooks
+from phaseloop import ConfigError, Data, Hook, Phases, Trainer, default_hooks
+from phaseloop.engine import fetching, report
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.recorder import Recorder
 from phaseloop.hooks import progress
 from phaseloop.hooks.console import Console
 from phaseloop.hooks.progress import Progress
 from tests.rigs import process, r1
+from tests.rigs.terminal import Terminal
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -42,20 +41,70 @@ class Clock:
 
 def test_a_line_at_log_points(capsys):
     lines = lines_of(capsys, hook=Progress(seconds=0), run={"log_every": 10})
-    pattern = r"epoch (\d) update (\d+)/30 loss \d\.\d{4} lr 1\.0e-01 [\d,]+ samples/s"
+    pattern = (
+        r"epoch (\d)/3  update (\d+)/30  loss \d\.\d{4}  lr 1\.0e-01  +[\d,.]+ samples/s"
+        r"  data wait [ \d]\d %  [\d.]+ [MG]B(?:  +[\d.]+ s to go)?"
+    )
     assert [re.fullmatch(pattern, line).groups() for line in lines] == [
         ("1", "10"),
         ("2", "20"),
         ("3", "30"),
     ]
+    assert ["to go" in line for line in lines] == [True, True, False]
+
+
+def test_columns_stand_below_each_other(capsys):
+    lines = lines_of(capsys, hook=Progress(seconds=0))
+    assert len(lines) == 30
+    for word in ("update", "loss", "lr", "samples/s", "data wait"):
+        assert len({line.index(word) for line in lines}) == 1, word
 
 
 def test_lines_keep_their_distance(capsys, monkeypatch):
     # Read once at the start and once per update: 10 s are over at every third update.
     monkeypatch.setattr(progress, "time", Clock(by=4.0))
     lines = lines_of(capsys, hook=Progress(seconds=10))
-    updates = [int(re.search(r"update (\d+)/", line)[1]) for line in lines]
+    updates = [int(re.search(r"update +(\d+)/", line)[1]) for line in lines]
     assert updates == list(range(3, 31, 3))
+
+
+class Slow(r1.Samples):
+    """Samples that each take a second of a clock which moves by nothing else."""
+
+    def __init__(self, clock, count=r1.SAMPLES):
+        super().__init__(count)
+        self.clock = clock
+
+    def __getitem__(self, index):
+        self.clock.now += 1
+        return super().__getitem__(index)
+
+
+class Working(Hook):
+    """An update takes four seconds, beside its data."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_update(self, task):
+        self.clock.now += 4
+
+
+def test_data_wait_is_the_time_in_which_the_training_waits(capsys, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(fetching, "perf_counter", clock.monotonic)
+    for module in (progress, report):
+        monkeypatch.setattr(module, "time", clock)
+    task = r1.make_task(
+        None, train=Data(Slow(clock), r1.BATCH), test={"test": Data(Slow(clock, 6), r1.BATCH)}
+    )
+    Trainer(task, {"progress": Progress(seconds=0), "working": Working(clock)}).train()
+    lines = capsys.readouterr().out.splitlines()
+    # Of the 4 + 4 seconds of each update; what a test reads is no part of it.
+    assert task.waited == 30 * r1.BATCH
+    waits = [re.search(r"([\d.]+) samples/s  data wait (\d+ %)", line).groups() for line in lines]
+    assert waits == [("0.5", "50 %")] * 30
 
 
 def test_the_device_is_read_only_when_something_is_shown(capsys, monkeypatch):
@@ -92,36 +141,6 @@ def test_rich_is_not_imported_outside_a_terminal():
 # --- in a terminal ---
 
 
-class Terminal:
-    """A pseudo-terminal in the place of ``sys.stdout``; ``text`` is all that was printed."""
-
-    def __init__(self, monkeypatch):
-        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setenv("COLUMNS", "160")
-        self._far, near = os.openpty()
-        self._chunks = []
-        self.stdout = io.TextIOWrapper(os.fdopen(near, "wb", 0), write_through=True)
-        monkeypatch.setattr(sys, "stdout", self.stdout)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        while True:
-            try:
-                chunk = os.read(self._far, 65536)
-            except OSError:  # the near end is closed
-                return
-            self._chunks.append(chunk)
-
-    def close(self):
-        self.stdout.close()
-        self._reader.join()
-        os.close(self._far)
-        return b"".join(self._chunks).decode()
-
-
 def plain(text):
     """Without control sequences."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
@@ -142,10 +161,11 @@ def test_a_bar_and_whole_log_lines(monkeypatch, eager):
     found = re.split(r"[\r\n]+", plain(text))
     assert sum(line.startswith(f"epoch {epoch}/3  update") for line in found for epoch in (1, 2, 3))
     assert {f"epoch {e}/3" for e in (1, 2, 3)} <= {line[:9] for line in found}
-    assert any(re.search(r"30/30 +loss \d\.\d{4}  lr 1\.0e-01", line) for line in found)
+    assert any(re.match(r"epoch 3/3 .* 30/30", line) for line in found)
+    assert any(re.match(r"loss \d\.\d{4}  lr 1\.0e-01  +[\d,.]+ samples/s  d", x) for x in found)
     assert any(line.startswith("finished  ") for line in found)
     assert "to go" in text
-    assert "epoch 2/3 test" in text
+    assert any(re.match(r"test .* 0/2 batches", line) for line in found)
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
 
 
@@ -192,7 +212,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     Trainer(r1.make_task(None, run={"log_every": 10}), hooks).train()
     text = terminal.close()
     assert "\x1b" not in text
-    assert "epoch 3 update 30/30 loss" in text
+    assert "epoch 3/3  update 30/30  loss" in text
 
 
 def test_ranks_but_the_primary_are_silent(capsys, monkeypatch):
@@ -211,3 +231,10 @@ def test_time_to_go():
     hook = Progress()
     hook._whole = SimpleNamespace(rate=lambda samples: 8.0)
     assert hook._to_go(task) == "30 s to go"  # 6 epochs of 40 samples at 8 a second
+    task.progress.updates = 100
+    assert hook._to_go(task) == ""
+    task.progress.updates, task.progress.seconds = 40, 45.0
+    task.plan = PhasePlan(Phases(epochs=10, time="1m"), 10, [])
+    assert hook._to_go(task) == "15 s to go"  # the time is over before
+    task.plan = PhasePlan(Phases(epochs=10, time="2m"), 10, [])
+    assert hook._to_go(task) == "30 s to go"

@@ -23,14 +23,15 @@ MAY_DIFFER = (
     "state.progress.saves",
     "state.hooks.checkpoint.written",
     "state.hooks.checkpoint.archived",
+    "state.hooks.console",
     "state.hooks.metrics_file",
     "state.hooks.tensorboard",
     "state.environment",
 )
 TIMES = ("time",)
 """Fields of a logged row that tell the time."""
-COSTS = ("save",)
-"""Events that tell when and at what cost this machine wrote a checkpoint."""
+COSTS = ("save", "start")
+"""Events that tell when and at what cost this machine wrote a checkpoint, and when it began."""
 
 
 def assert_eq(reference: Path, folder: Path) -> None:

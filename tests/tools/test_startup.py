@@ -55,9 +55,8 @@ HEAVY = {"torch", "numpy", "hydra", "omegaconf", "yaml"}
 """Nothing of these for a name that is only looked at."""
 
 # Tenths of a second each, for what is shown, drawn, counted or reached later, or never.
-LATE = {"tensorboard", "torch.utils.tensorboard", "matplotlib", "fvcore.nn", "torchmetrics",
-        "fsspec.implementations.local", "s3fs", "torch_xla", "horovod", "submitit", "PIL",
-        "torch._inductor.compile_fx", "torch.profiler._memory_profiler"}  # fmt: skip
+LATE = {"matplotlib", "fvcore.nn", "torchmetrics", "s3fs", "torch_xla", "horovod", "submitit",
+        "torch._inductor.compile_fx"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
