@@ -39,8 +39,8 @@ FIRST = "_FIRST_UPDATE"
 
 # Whose import it is: the outermost of these that is under way, but for the engine's own modules,
 # within which each of the others counts for itself.
-OWNERS = ("torch._dynamo", "torch.utils.tensorboard", "torch", "hydra", "omegaconf", "tensorboard", "matplotlib", "fvcore",
-          "torchdata", "torchmetrics", "rich", "yaml", "numpy")  # fmt: skip
+OWNERS = ("torch._dynamo", "torch.utils.tensorboard", "torch", "hydra", "omegaconf", "tensorboard",
+          "matplotlib", "fvcore", "torchdata", "torchmetrics", "rich", "yaml", "numpy")  # fmt: skip
 BEFORE = ("torch", "phaseloop")
 """Imports that are no part of what comes after them."""
 

@@ -1,4 +1,4 @@
-"""Importing: without the garbage collector, which takes a fifth of torch's import and finds nothing.
+"""Importing: without the garbage collector, which takes a fifth of that time and finds nothing.
 
 What was imported stays, so the collector need not go through it again either.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """While torch and dynamo are imported for the first time; where they are there already, nothing is changed."""
+    """While torch is imported, with dynamo; where they are there already, nothing is changed."""
     if "torch._dynamo" in sys.modules or not gc.isenabled():
         yield
         return
