@@ -382,7 +382,7 @@ def cut_off() -> RuntimeError:
 
 
 def test_who_is_cut_off_by_one_that_gave_up_waited_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo closes what it has when the first one's time is over, be it a moment before another's."""
+    """Gloo closes what it has when the time of the first is over, a moment before another's."""
     monkeypatch.setattr(waiting, "_TO_HEAR", 0.2)
     store = HashStore()
     assert waiting.explained(cut_off(), store, 1, 2) == ""  # the other one has simply ended
