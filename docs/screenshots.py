@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -39,8 +40,9 @@ ENDS = 600.0
 
 def main() -> None:
     """Make all pictures."""
-    with tempfile.TemporaryDirectory() as made:
-        place = Path(made)
+    place = Path(tempfile.gettempdir()) / "phaseloop"  # which can be read in the pictures
+    place.mkdir()
+    try:
         print("training", flush=True)
         during, after = trained(place)
         terminal(during, place / "progress.png")
@@ -54,12 +56,14 @@ def main() -> None:
             "finished": place / "finished.png",
             "digits": place / RUN / "curves.png",
             "find_lr": place / "runs/range/find_lr/find_lr.png",
-            "plan": page(place / "runs/look/plan.html", place / "plan.png", 1000),
+            "plan": page(place / "runs/look/plan.html", place / "plan.png", 1600),
             "plot": page(place / "runs/plot/plot.html", place / "plot.png", 1000),
             "tensorboard": tensorboard(place / RUN, place / "tensorboard.png"),
         }
         for name, file in pictures.items():
             keep(file, IMAGES / f"{name}.png")
+    finally:
+        shutil.rmtree(place)
 
 
 def command(place: Path, program: str, *words: str) -> None:
@@ -191,8 +195,13 @@ def page(file: Path, to: Path, height: int) -> Path:
 
 def tensorboard(run: Path, to: Path) -> Path:
     """TensorBoard's curves of a run."""
-    with board.serving(run) as served, browser.opened(f"{served.url}#timeseries") as driver:
+    with (
+        board.serving(run) as served,
+        browser.opened(f"{served.url}#timeseries&tagFilter=test|train|^lr", height=1000) as driver,
+    ):
         time.sleep(15.0)
+        driver.find_element("xpath", "//button[contains(., 'Settings')]").click()  # hides them
+        time.sleep(2.0)
         driver.save_screenshot(str(to))
     return to
 
@@ -204,7 +213,7 @@ def keep(file: Path, to: Path) -> None:
         RuntimeError: it is too large all the same.
     """
     image = Image.open(file).convert("RGB")
-    few = image.quantize(colors=64, dither=Image.Dither.NONE)
+    few = image.quantize(colors=255, dither=Image.Dither.NONE)
     few.save(to, optimize=True)
     size = to.stat().st_size
     print(f"{to.relative_to(ROOT)}  {image.width} x {image.height}, {size // 1000} kB", flush=True)
