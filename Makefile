@@ -23,7 +23,7 @@ cp -pR README.md docs recipes docs/site/index.md docs/site/code.md docs/site/ref
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-horovod env-xla data run test test-all test-horovod test-xla test-crash check docs linkcheck clean
+.PHONY: help env env-horovod env-xla data run test test-all test-horovod test-xla test-crash check docs screenshots linkcheck clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +69,9 @@ docs: $(STAMP) ## build the documentation as a site, build/site/index.html; any 
 	$(pages)
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees -b html build/pages build/site
 	@echo "build/site/index.html"
+
+screenshots: $(STAMP) ## make the pictures of README and the pages anew, from real runs; needs Debian's chromium, chromium-driver
+	$(BIN)/python docs/screenshots.py
 
 linkcheck: $(STAMP) ## try every link to elsewhere; needs a network
 	$(pages)

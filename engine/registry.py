@@ -15,12 +15,16 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered object, where it was registered and what it declared about itself."""
+    """One registered object, and what it declared about itself."""
 
     name: str
     target: Callable[..., Any]
-    place: str
     declared: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the source, which is read only now."""
+        return _place(self.target)
 
 
 class Registry:
@@ -53,7 +57,7 @@ class Registry:
                     f"{self.kind} {name!r} is already registered at {taken.place}; "
                     f"the second is at {_place(target)}. Use another name, or replace=True."
                 )
-            entry = Entry(name, target, _place(target), MappingProxyType(dict(declared)))
+            entry = Entry(name, target, MappingProxyType(dict(declared)))
             self._entries[name] = entry
             return target
 

@@ -6,6 +6,7 @@ in which another process trains; 129 SIGHUP, 130 Ctrl-C and 143 SIGTERM, with th
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -19,7 +20,7 @@ from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
 from phaseloop.engine.remarks import remarks
-from phaseloop.tools import launching, one_process, submitting
+from phaseloop.tools import importing, launching, one_process, submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -105,14 +106,17 @@ def _run(overrides: Sequence[str], job_folder: str) -> int:
         one_process.check_launcher("submitting a job", "launch")
         return submitting.submit(overrides, job_folder, schema, job)
     # What follows imports torch: only once the keys are right.
-    started = None if schema.plan else processes.wanted(schema.backend)
+    with importing.uncollected():
+        started = None if schema.plan else processes.wanted(schema.backend)
     if started is not None:
         return launching.start(overrides, job_folder, schema, started)
     schema.run.dir = os.environ.get(launching.FOLDER) or schema.run.dir
     if schema.run.resume == "never" and launching.started_again(Path(schema.run.dir)):
         schema.run.resume = "auto"
-    from phaseloop.tools import jobs
+    with importing.uncollected():
+        from phaseloop.tools import jobs
 
+        importlib.import_module("torch._dynamo")  # as the first optimizer would, when it is made
     return jobs.run(schema)
 
 

@@ -15,9 +15,17 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
+from phaseloop.engine.outcomes import is_lost
+
 _LIMIT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_TO_HEAR = 1.0
+"""Seconds in which whoever has cut a connection says that it did so since it gave up."""
+
 _TO_TELL = 3.0
 """Seconds for the others to give up as well: they began to wait about when this one did."""
+
+_ANYBODY = "waited"
+"""The key of the rank that gave up last."""
 
 _TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
@@ -30,11 +38,15 @@ def explained(error: BaseException, store: Store, rank: int, world_size: int) ->
         error: what this process ends with.
         store: that all of them reach.
     """
-    if not isinstance(error, RuntimeError) or not _LIMIT.search(str(error)):
+    if not isinstance(error, RuntimeError):
         return ""
     where = {rank: _place(error)}
+    # Gloo cuts its connections at the first limit, so another may meet with that before its own.
+    if not _LIMIT.search(str(error)) and not (is_lost(error) and _somebody_gave_up(store, rank)):
+        return ""
     with contextlib.suppress(Exception):  # the store's machine may be what is gone
         store.set(f"waited/{rank}", where[rank])
+        store.set(_ANYBODY, str(rank))
         until = time.monotonic() + _TO_TELL
         while len(where) < world_size and time.monotonic() < until:
             for other in range(world_size):
@@ -50,6 +62,17 @@ def explained(error: BaseException, store: Store, rank: int, world_size: int) ->
         )
     places = "; ".join(f"rank {other} at {where[other]}" for other in sorted(where))
     return f"the processes waited for one another at different places for {limits}: {places}"
+
+
+def _somebody_gave_up(store: Store, rank: int) -> bool:
+    """Another than this one has left word that it did."""
+    until = time.monotonic() + _TO_HEAR
+    with contextlib.suppress(Exception):
+        while time.monotonic() < until:
+            if store.check([_ANYBODY]) and store.get(_ANYBODY).decode() != str(rank):
+                return True
+            time.sleep(0.05)
+    return False
 
 
 def _place(error: BaseException) -> str:

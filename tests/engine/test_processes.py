@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from phaseloop import Hook, PhaseloopError
-from phaseloop.engine.backends import Ddp
+from phaseloop.engine.backends import Ddp, waiting
 from phaseloop.engine.backends.primary import on_primary
 from phaseloop.engine.console_handler import ConsoleHandler
 from phaseloop.engine.errors import ConfigError, PeerError
@@ -338,7 +340,6 @@ def test_who_waits_long_for_others_says_so(rank: int) -> None:
 def in_vain(where: str) -> str:
     """What is said on rank 0 where rank 1 sleeps, or goes into a collective of its own."""
     from phaseloop import Trainer
-    from phaseloop.engine.backends import waiting
 
     if where == "alone":
         waiting._TO_TELL = 60.0  # however late the other gives up
@@ -371,6 +372,27 @@ def test_processes_that_wait_for_one_another_at_different_places_are_told_where(
         assert "waited for one another at different places" in said
         assert "rank 1 at test_processes.py:" in said
         assert "in on_step" in said
+
+
+def cut_off() -> RuntimeError:
+    try:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:64682")
+    except RuntimeError as error:
+        return error
+
+
+def test_who_is_cut_off_by_one_that_gave_up_waited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo closes what it has when the time of the first is over, a moment before another's."""
+    monkeypatch.setattr(waiting, "_TO_HEAR", 0.2)
+    store = HashStore()
+    assert waiting.explained(cut_off(), store, 1, 2) == ""  # the other one has simply ended
+    monkeypatch.setattr(waiting, "_TO_TELL", 0.1)
+    timed_out = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
+    timed_out.__traceback__ = cut_off().__traceback__
+    assert "rank 1 did not come" in waiting.explained(timed_out, store, 0, 2)
+    said = waiting.explained(cut_off(), store, 1, 2)
+    assert "waited for one another at different places" in said
+    assert re.search(r"rank 0 at \S+ in cut_off; rank 1 at \S+ in cut_off", said)
 
 
 def train_by_default() -> tuple[int, int]:

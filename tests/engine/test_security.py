@@ -69,6 +69,10 @@ KNOWN = {
     ("tools/environments/stub_cuda.py", "subprocess.run"),
     # our own command line, once for each seed
     ("tools/seeds.py", "subprocess.run"),
+    # a part of torch by its name
+    ("tools/run.py", "importlib.import_module"),
+    # itself, in fresh interpreters
+    ("benchmarks/startup.py", "subprocess.run"),
 }
 
 
