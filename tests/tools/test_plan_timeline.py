@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "every epoch": ({"epochs": 3}, {}),
     "every second epoch": ({"epochs": 5, "test_every_epochs": 2}, {"every_epochs": 2}),
     "parts of an epoch": ({"epochs": 2, "test_every_epochs": 0.3}, {"every_updates": 4}),
+    "parts between updates": ({"epochs": 1.9, "test_every_epochs": 0.25}, {"every_epochs": None}),
     "more than an epoch": ({"epochs": 5, "test_every_epochs": 1.5}, {"every_epochs": None}),
     "updates": (
         {"updates": 25, "test_every_updates": 7, "test_every_epochs": None},
