@@ -37,11 +37,11 @@ class MetricsFile(Hook):
         self._lines = LineFile(file)
         self._counted: int | None = None  # bytes that the checkpoint knows of
         self._start: dict[str, Any] | None = None  # of this process, until it is written
+        self._start_ends = 0  # at so many bytes, once it is
 
     def on_start(self, task: Task) -> None:
         self._lines.open(task)
-        self._start = {"event": "start", "update": task.progress.updates, "time": _now(),
-                       "higher_is_better": _directions(task)}  # fmt: skip
+        self._start = _start_of(task)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._counted = state["bytes"]
@@ -52,6 +52,8 @@ class MetricsFile(Hook):
             # What a save cost is known only after it, and so comes behind what it counts; and so
             # do the starts of processes that went on from it and did not come to the next one.
             self._lines.keep(self._counted, task, lambda line: _is_of(line, name))
+            if self._lines.size() < self._start_ends:  # rolled back to before this process
+                self._start, self._start_ends = _start_of(task), 0
         self._counted = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class MetricsFile(Hook):
         if self._start is not None:
             start, self._start = self._start, None
             self._write({"phase": row["phase"], **start})
+            self._start_ends = self._lines.size()
         plain = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -102,6 +105,11 @@ class MetricsFile(Hook):
 
 def _now() -> float:
     return round(time.time(), 3)
+
+
+def _start_of(task: Task) -> dict[str, Any]:
+    place = {"event": "start", "update": task.progress.updates, "time": _now()}
+    return {**place, "higher_is_better": _directions(task)}
 
 
 def _directions(task: Task) -> dict[str, bool]:

@@ -68,6 +68,27 @@ def test_what_the_checkpoints_own_save_cost_stays(tmp_path):
         assert path.read_text() == row + stays
 
 
+def test_a_process_that_goes_back_to_before_its_start_tells_it_again(tmp_path):
+    """Its first checkpoint may be broken: it goes on from an older one, its start is gone."""
+    row, path = '{"update": 3, "loss": 0.5}\n', tmp_path / "metrics.jsonl"
+    path.write_text(row + row)
+    task = SimpleNamespace(
+        folder=SimpleNamespace(path=tmp_path, status=dict), primary=True, resumed_here=True,
+        meter_sets={}, progress=SimpleNamespace(updates=6),
+        resumed_from="checkpoints/update_000000006-2",
+    )  # fmt: skip
+    hook = MetricsFile()
+    hook.on_start(task)
+    for updates, counted in (6, 2 * len(row)), (3, len(row)):
+        task.progress.updates = updates
+        hook.load_state_dict({"bytes": counted})
+        hook.on_resume(task)
+        hook._write({"phase": "train", "update": updates + 1})
+    hook._lines.close()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r.get("event"), r["update"]) for r in found] == [(None, 3), ("start", 3), (None, 4)]
+
+
 def test_rows_that_a_checkpoint_counts_on_are_on_the_disk_before_it(tmp_path, monkeypatch):
     """A kill does not show it: after a power failure the rows would be gone, and none says so."""
     folder, flushed = tmp_path / "new" / "run", []

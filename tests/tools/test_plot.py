@@ -15,9 +15,9 @@ import yaml
 
 from phaseloop.engine.errors import ConfigError
 from phaseloop.tools import plot
-from phaseloop.tools.plotting import compare, panels, runs
+from phaseloop.tools.plotting import compare, panels, pictures, runs
 from phaseloop.tools.plotting.colours import colours
-from tests.rigs import cli, process, r1
+from tests.rigs import cli, r1
 
 HIGHER = {"train/loss": False, "test/loss": False, "test/accuracy": True}
 
@@ -88,6 +88,13 @@ def test_speed_is_of_training_alone(tmp_path: Path) -> None:
     """From row to row of training in one process: 8 samples in 2 s, and 8 in 2 s."""
     assert runs.read(a_run(tmp_path / "run")).speed() == 16 / 4
     assert runs.read(a_run(tmp_path / "short", ROWS[:2])).speed() is None
+
+
+def test_speed_leaves_out_what_was_rolled_back(tmp_path: Path) -> None:
+    """8 samples from 1 to 3 s, and 8 from 103 to 107 s; 100 s went into what is gone."""
+    gone = {"phase": "train", "event": "roll_back", "update": 9, "to": 2, "number": 1}
+    rows = [*ROWS[:3], gone, point(3, 203.0, loss=1.0), point(4, 207.0, loss=1.0)]
+    assert runs.read(a_run(tmp_path / "run", rows)).speed() == 16 / (2 + 4)
 
 
 def test_best_is_by_the_metrics_own_direction(tmp_path: Path) -> None:
@@ -165,6 +172,13 @@ def test_thinned_keeps_ends_peaks_and_gaps() -> None:
     assert panels.thinned(values, 1000) == list(range(1000))
 
 
+def test_an_infinite_value_is_a_gap_and_hides_no_peak() -> None:
+    values = [0.0] * 1000
+    values[500], values[501], values[502] = math.inf, 9.0, -math.inf
+    kept = panels.thinned(values, 100)
+    assert 501 in kept and any(math.isinf(values[i]) for i in kept)
+
+
 @pytest.mark.parametrize("count", [1, 6, 7, 50])
 def test_every_run_has_a_colour_of_its_own(count: int) -> None:
     found = colours(count)
@@ -208,6 +222,14 @@ def test_what_runs_are_told_is_text_in_the_page(tmp_path: Path) -> None:
     assert data_of(page)["runs"][0]["events"][-1]["text"] == f"skip at update 4: {evil}"
 
 
+def test_pictures_of_odd_names(tmp_path: Path) -> None:
+    """A metric's dollars are no formula, and a run that begins with ``_`` is in the legend."""
+    assert pictures._plain("_run, x$^{$") == r" _run, x\$^{\$"
+    rows = [start(0, 0.0), point(1, 1.0, **{"cost$^{$": 1.0})]
+    page_of(a_run(tmp_path / "_run", rows), out=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["cost.png"]
+
+
 def test_a_run_without_metrics_yet_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,15 +252,15 @@ def test_wrong_words(words: list[str], said: str, capsys: pytest.CaptureFixture[
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_and_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_failed_and_one_that_did_not(tmp_path: Path) -> None:
     """From the real files: curves are the same, and one of the two has a resume."""
     save = {"every_updates": 4}
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    process.result(r1.train, calm, epochs=1, save=save)
-    ended = process.run(r1.train, killed, epochs=1, save=save, hooks={"at": r1.At("on_step", 6)})
-    assert ended.code != 0
-    process.result(r1.train, killed, epochs=1, save=save)
-    one, other = runs.read(calm), runs.read(killed)
+    calm, failed = tmp_path / "calm", tmp_path / "failed"
+    r1.train(calm, epochs=1, save=save)
+    with pytest.raises(r1.ToldError):
+        r1.train(failed, epochs=1, save=save, hooks={"at": r1.At("on_step", 6, "raise")})
+    r1.train(failed, epochs=1, save=save)
+    one, other = runs.read(calm), runs.read(failed)
     assert [(s.panel, s.phase, s.updates, s.samples, s.values) for s in one.series] == [
         (s.panel, s.phase, s.updates, s.samples, s.values) for s in other.series
     ]

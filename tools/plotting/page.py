@@ -18,11 +18,8 @@ from phaseloop.tools.plotting.compare import (
     summary,
     winners,
 )
-from phaseloop.tools.plotting.panels import Panel, panels, thinned
+from phaseloop.tools.plotting.panels import MOST, Panel, panels, thinned
 from phaseloop.tools.plotting.runs import LOG_POINTS, RunData, Series
-
-MOST = 2000
-"""Points of one curve in the page; of more the extremes of each stretch are kept."""
 
 _HERE = Path(__file__).parent
 

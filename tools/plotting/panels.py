@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from phaseloop.engine import rows
 from phaseloop.tools.plotting.runs import LOG_POINTS, RATES, RunData, Series
 
+MOST = 2000
+"""Points of one curve that are drawn; of more the extremes of each stretch are kept."""
+
 _LOG_FROM = 20.0  # a loss that falls by such a factor is drawn on a logarithmic axis
 
 
@@ -60,7 +63,7 @@ def thinned(values: list[float], most: int) -> list[int]:
     """Which points to draw of many: of each stretch the lowest and the highest, and both ends.
 
     Args:
-        values: of a curve, NaN for gaps.
+        values: of a curve; what is not finite is a gap.
         most: so many points at the most; at least 5.
     """
     count = len(values)
@@ -70,9 +73,9 @@ def thinned(values: list[float], most: int) -> list[int]:
     kept = {0, count - 1}
     for number in range(buckets):
         inside = range(number * count // buckets, (number + 1) * count // buckets)
-        finite = [i for i in inside if values[i] == values[i]]
+        finite = [i for i in inside if math.isfinite(values[i])]
         if finite:
             kept.update((min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)))
         if len(finite) < len(inside):  # a gap stays one
-            kept.add(next(i for i in inside if values[i] != values[i]))
+            kept.add(next(i for i in inside if not math.isfinite(values[i])))
     return sorted(kept)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phaseloop.tools.plotting.panels import Panel, panels
+from phaseloop.tools.plotting.panels import MOST, Panel, panels, thinned
 from phaseloop.tools.plotting.runs import LOG_POINTS, RunData, Series
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _save(
         _draw(axes, own, panel, name, colour)
     if panel.logarithmic:
         axes.set_yscale("log")
-    axes.set_title(panel.name, loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(_plain(panel.name), loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("update")
     axes.grid(True, color="#e6e9ec", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -61,14 +61,21 @@ def _draw(axes: Axes, series: list[Series], panel: Panel, name: str, colour: str
         thin = panel.faint and one.kind == LOG_POINTS
         number = kinds.index((one.phase == "train", one.phase, one.label))
         told = [name, *([one.phase] if panel.faint or one.kind != LOG_POINTS else []), one.label]
+        kept = thinned(one.values, MOST)
         axes.plot(
-            one.updates,
-            one.values,
+            [one.updates[i] for i in kept],
+            [one.values[i] for i in kept],
             color=colour,
             alpha=0.35 if thin else 1,
             linewidth=1 if thin else 1.7,
             linestyle="-" if thin else _DASHES[number % len(_DASHES)],
             marker="o" if one.kind != LOG_POINTS and len(one.values) <= _FEW else None,
             markersize=3,
-            label=None if thin else ", ".join(filter(None, told)),
+            label=None if thin else _plain(", ".join(filter(None, told))),
         )
+
+
+def _plain(text: str) -> str:
+    """Text as it is: matplotlib takes dollars for formulas, and hides what begins with ``_``."""
+    shown = text.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown

@@ -182,6 +182,8 @@ class _Reader:
         run.samples = row.get("samples", run.samples)
         run.epoch = row.get("epoch", run.epoch)
         if kind is not None:
+            if kind == "roll_back":  # what was done in between is not in the file
+                self._samples = None
             if kind in _MARKED:
                 self._mark(kind, _told(row))
             return
