@@ -16,8 +16,14 @@ $(1)/bin/python -m pytest -n 2 --dist loadgroup $(2) || { [ $$? -eq 1 ] && echo 
 	$(1)/bin/python -m pytest --last-failed --last-failed-no-failures none $(2); }
 endef
 
+# The pages laid out as in the repository, and at the root those that only the site has.
+define pages
+rm -rf build/pages && mkdir -p build/pages
+cp -pR README.md docs recipes docs/site/index.md docs/site/code.md docs/site/reference build/pages/
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help env env-horovod env-xla data run test test-all test-horovod test-xla test-crash check clean
+.PHONY: help env env-horovod env-xla data run test test-all test-horovod test-xla test-crash check docs linkcheck clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +64,15 @@ check: $(STAMP) ## style, types, and who imports whom
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP) ## build the documentation as a site, build/site/index.html; any warning is an error
+	$(pages)
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees -b html build/pages build/site
+	@echo "build/site/index.html"
+
+linkcheck: $(STAMP) ## try every link to elsewhere; needs a network
+	$(pages)
+	$(BIN)/sphinx-build -q -c docs -d build/doctrees -b linkcheck build/pages build/linkcheck
 
 clean: ## remove .venv*, builds and caches; runs/ and what the user's cache has stay
 	rm -rf .venv .venv-horovod .venv-xla build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -24,6 +24,7 @@ log = logging.getLogger("phaseloop")
 
 
 _NO_LOSS = "no micro-batch of it gave a loss"
+_NOT_ASKED = "the train step never called task.next_batch()"
 
 
 class Committing:
@@ -67,8 +68,8 @@ class Committing:
                 self.phase.position += 1
                 if last:
                     self.phase.windows = self.phase.position
-                if self.images.waiting:
-                    self.images.give(self.progress.updates, self.backend)
+                if self.shown.waiting:
+                    self.shown.give(self.progress.updates, self.backend)
             return
         progress = self.progress
         self.changed = True
@@ -106,20 +107,20 @@ class Committing:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
         self.moved.clear()
-        if self.images.waiting:
-            self._give_images()
+        if self.shown.waiting:
+            self._give_shown()
         # After a skip too: the border that a fraction of an epoch is at may be one.
         if self.phase.position < self.phase.windows and self.plan.test_due_in_epoch(progress):
             self.make_tests_due()
         if self._skips:
             self._record_skips()
 
-    def _give_images(self: Task) -> None:  # type: ignore[misc]
-        """Those of an update; one that is left out leaves none, as it is numbered like the next."""
+    def _give_shown(self: Task) -> None:  # type: ignore[misc]
+        """What an update has; one that is left out leaves none, as it is numbered like the next."""
         if self.updated:
-            self.images.give(self.progress.updates, self.backend)
+            self.shown.give(self.progress.updates, self.backend)
         else:
-            self.images.drop()
+            self.shown.drop()
 
     def clock(self: Task) -> float:  # type: ignore[misc]
         """Seconds on a clock that only goes forward; the same on all processes at a border."""
@@ -150,7 +151,7 @@ class Committing:
                 f"micro-batch; give a loss of weight 0"
             )
         else:
-            self.note_skip(_NO_LOSS)
+            self.note_skip(_NO_LOSS if self.accumulator.taken else _NOT_ASKED)
             clear(self.trainable)
 
     def note_skip(self: Task, reason: str, optimizer: str = "") -> None:  # type: ignore[misc]

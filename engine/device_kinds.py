@@ -7,10 +7,13 @@ that torch gets from elsewhere (its PrivateUse1) is one class and one row of ``K
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MIB = 2**20
 
 
 class Kind:
@@ -67,6 +70,14 @@ class Kind:
     def free_memory(self) -> None:
         """Give back what its allocator holds and nobody uses."""
 
+    def readings(self, device: torch.device) -> dict[str, Callable[[], float]]:
+        """What can be read of it at any time, without waiting for it, by name.
+
+        Memory is in MiB, of this process: allocated, held in reserve, and the peak of the first.
+        A reading may raise whatever the driver raises that does not know it.
+        """
+        return {}
+
     def model(self, device: torch.device) -> str:
         """What its maker calls it; for the CPU and devices that tell nothing, their type."""
         return device.type
@@ -104,6 +115,18 @@ class Cuda(Kind):
 
     def free_memory(self) -> None:
         torch.cuda.empty_cache()
+
+    def readings(self, device: torch.device) -> dict[str, Callable[[], float]]:
+        cuda = torch.cuda
+        return {
+            "memory_allocated_mb": lambda: cuda.memory_allocated(device) / MIB,
+            "memory_reserved_mb": lambda: cuda.memory_reserved(device) / MIB,
+            "memory_peak_mb": lambda: cuda.max_memory_allocated(device) / MIB,
+            # These ask the driver, by the package nvidia-ml-py: percent, °C, watts.
+            "utilization": lambda: float(cuda.utilization(device)),
+            "temperature": lambda: float(cuda.temperature(device)),
+            "power_w": lambda: cuda.power_draw(device) / 1000,
+        }
 
     def model(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
@@ -162,6 +185,14 @@ class Tpu(Kind):
     def free_memory(self) -> None:
         with contextlib.suppress(RuntimeError):  # its allocator does not know how
             torch.accelerator.empty_cache()
+
+    def readings(self, device: torch.device) -> dict[str, Callable[[], float]]:
+        accelerator = torch.accelerator
+        return {
+            "memory_allocated_mb": lambda: accelerator.memory_allocated(device) / MIB,
+            "memory_reserved_mb": lambda: accelerator.memory_reserved(device) / MIB,
+            "memory_peak_mb": lambda: accelerator.max_memory_allocated(device) / MIB,
+        }
 
     def model(self, device: torch.device) -> str:
         return str(self.module.get_device_name(device))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from phaseloop.engine.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from phaseloop.engine.task import Task
     from phaseloop.engine.trainer import Outcome
 
@@ -117,9 +119,19 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; called after ``on_start``."""
 
+    def holds(self, task: Task) -> list[Tensor]:
+        """Tensors of the model that it will hold a copy of, on the device, for as long as the run.
+
+        Asked by ``plan=true``, for what it says of memory. A copy counts as float32 where the
+        tensor has half the precision.
+        """
+        return []
+
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
+
+Listener = Callable[..., None]
 
 # Stands where nobody listens. What it gives is thrown away: any built-in function of one argument
 # would do, and costs half of an empty function in Python, six times a step.
@@ -178,6 +190,19 @@ class Dispatcher:
     def listeners(self, event: str) -> list[str]:
         """Names of the hooks that listen to ``event``, in the order they are called."""
         return [method.__self__.name for method in self._listeners[event]]  # type: ignore[attr-defined]
+
+    def call_through(self, wrap: Callable[[str, Listener], Listener] | None) -> None:
+        """Have what ``wrap`` makes of each listener called in its place; None: the listeners.
+
+        :meth:`call_isolated` calls the listeners themselves all the same.
+
+        Args:
+            wrap: called with the name of a hook and its method for one event.
+        """
+        for event, methods in self._listeners.items():
+            if wrap is not None:
+                methods = tuple(wrap(method.__self__.name, method) for method in methods)  # type: ignore[attr-defined]
+            setattr(self, event, _call_all(methods))
 
     def call_isolated(self, event: str, *args: Any) -> list[BaseException]:
         """Call everyone who listens to ``event``, whatever the others raise; the errors raised."""

@@ -1,68 +1,15 @@
-"""Images: pictures that a step or a hook gives, for hooks such as ``tensorboard`` to write."""
+"""Images: what is taken for a picture, and grids of several."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from phaseloop.engine.errors import ConfigError
 
-if TYPE_CHECKING:
-    from phaseloop.engine.backends.base import Backend
-
-Sink = Callable[[str, Tensor, int], None]
-"""Called with the name, the picture as uint8 [H, W, C] on the host, and the update."""
-
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-
-
-class Images:
-    """Pictures on their way to those who write them.
-
-    Those of a window wait until it is closed: a checkpoint is never made before, so none can be
-    written and then be made again. What belongs to no window is given on at once.
-
-    Attributes:
-        sinks: who writes them; empty, and nothing is kept.
-        waiting: those of the window at hand, by name.
-    """
-
-    def __init__(self) -> None:
-        self.sinks: list[Sink] = []
-        self.waiting: dict[str, Tensor] = {}
-
-    def add(self, name: str, image: Tensor, lazy: bool = False) -> None:
-        """Keep a copy, as uint8 on the image's device; a second one of a name takes its place.
-
-        Args:
-            name, image: see :meth:`Task.record_image`.
-            lazy: the device is: then all processes keep it, or their programs would not be one.
-
-        Raises:
-            ConfigError: no name of files, or no picture.
-        """
-        _check(name, image)
-        if self.sinks or lazy:
-            self.waiting[name] = _bytes(image.detach())
-
-    def give(self, update: int, backend: Backend) -> None:
-        """To all sinks. Here the host waits for the device."""
-        if backend.lazy:  # copying is no part of the step's program
-            backend.mark_step()
-        names, images = list(self.waiting), list(self.waiting.values())
-        self.waiting = {}
-        for name, image in zip(names, backend.to_host(images), strict=True):
-            picture = image.permute(1, 2, 0).contiguous()
-            for sink in self.sinks:
-                sink(name, picture, update)
-
-    def drop(self) -> None:
-        """The window has come to nothing, or is made again."""
-        self.waiting = {}
 
 
 def image_grid(images: Tensor, columns: int = 8, gap: int = 1, scale: int = 1) -> Tensor:
@@ -92,7 +39,8 @@ def image_grid(images: Tensor, columns: int = 8, gap: int = 1, scale: int = 1) -
     return torch.nn.functional.pad(whole, (0, gap, 0, gap))
 
 
-def _check(name: str, image: Tensor) -> None:
+def check(name: str, image: Tensor) -> None:
+    """Raises ConfigError where the name is no file's, or the image no picture."""
     key = f"record_image({name!r})"
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -112,7 +60,8 @@ def _check(name: str, image: Tensor) -> None:
         )
 
 
-def _bytes(image: Tensor) -> Tensor:
+def as_bytes(image: Tensor) -> Tensor:
+    """A copy as uint8: shares of 1 become 0 to 255, what lies beyond is cut off."""
     if image.dtype == torch.uint8:
         return image.clone()
     shares = image.float().nan_to_num(nan=0.0).clamp(0, 1)

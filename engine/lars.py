@@ -23,7 +23,7 @@ class LARS(Optimizer):
 
     With ``nesterov`` the last line is w = w - (momentum * v + lr * local * (g + b * w)). With
     ``clip`` (LARC) lr * local is min(local, lr), so that no layer moves faster than plain SGD.
-    Where |w| or |g| is 0, local is 1. Parameters of one dimension or none, biases and norms, take
+    Where ``|w|`` or ``|g|`` is 0, local is 1. Parameters of one dimension or none, biases and norms, take
     part as in plain SGD without weight decay: local is 1 and b is 0.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017,

@@ -86,7 +86,11 @@ class Summary:
             "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(pairs))
             for pairs in (list(zip(row, widths, strict=True)) for row in cells)
         ]
-        return lines + aligned(self._remarks())
+        return lines + self.remarks()
+
+    def remarks(self) -> list[str]:
+        """What was not counted, and why."""
+        return aligned(self._remarks())
 
     def _remarks(self) -> Iterator[tuple[str, str]]:
         if self.problem:
@@ -134,7 +138,7 @@ def summarize(model: nn.Module, value: Any, depth: int = 2) -> Summary:
         return Summary(_rows(model, depth, None), problem="the parameters are sharded")
     # fvcore leaves its hooks on the model when the pass fails; so it gets a copy.
     try:
-        flops, uncounted = _count(_twin(model).eval(), value)
+        flops, uncounted = _count(twin(model).eval(), value)
     except Exception as error:
         return Summary(_rows(model, depth, None), problem=_describe(error))
     return Summary(_rows(model, depth, flops), uncounted)
@@ -171,7 +175,7 @@ def _on_host(task: Task) -> nn.Module:
     return copy.deepcopy(model, copies)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module) -> nn.Module:
     """A copy of all but the parameters, which both use."""
     shared: dict[int, Any] = {id(p): p for p in model.parameters()}
     for module in model.modules():  # results kept from an earlier pass, as weight norm does

@@ -19,7 +19,7 @@ from phaseloop.engine.marks import mark
 
 _COMPACT_AT = 1024
 
-POSITION = ("stage", "phase", "update", "epoch", "time", "event")
+POSITION = ("stage", "phase", "update", "epoch", "samples", "time", "event")
 """What every row says of itself; no scalar may be called so."""
 
 
@@ -73,6 +73,7 @@ class Recorder:
         self._later: list[dict[str, Any]] = []
         self._series: dict[str, _Series] = {}
         self._gauges: dict[str, float] = {}
+        self._notes: dict[str, float] = {}
         self._row: dict[str, Any] | None = None
 
     def add(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
@@ -100,6 +101,15 @@ class Recorder:
             _check_name(name)
         self._gauges[name] = value
 
+    def note(self, name: str, value: float) -> None:
+        """Set a number for the row of this log point alone, such as what this machine took.
+
+        It is in no checkpoint. Sinks begin to take the row at order 69, and ``row_sync`` at 65.
+        """
+        if name not in self._notes:
+            _check_name(name)
+        self._notes[name] = value
+
     def event(self, kind: str, **fields: Any) -> None:
         """Note something that happened, to be written as a line of its own."""
         self.events.append({"event": kind, **fields})
@@ -117,6 +127,7 @@ class Recorder:
         """Forget the row and the events of the step before."""
         if self.due:
             self._series.clear()
+            self._notes.clear()
             self._row = None
             self.due = False
         if self.events or self._later:
@@ -132,12 +143,12 @@ class Recorder:
         self.due = updates % self.every == 0
 
     def row(self) -> dict[str, Any]:
-        """Means of everything since the last log point, then the gauges.
+        """Means of everything since the last log point, then gauges and notes.
 
         Here the host waits for the device, once for all names, however many sinks ask.
         """
         if self._row is None:
-            self._row = {"time": round(time.time(), 3), **self._means(), **self._gauges}
+            self._row = self._row_of(self._means())
         return self._row
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +196,7 @@ class Recorder:
     def share(self, backend: Backend) -> None:
         """Make the row that of all processes: each value's mean over what all of them recorded.
 
-        Every process has to call it, at the same log point. Gauges stay its own.
+        Every process has to call it, at the same log point. Gauges and notes stay its own.
         """
         names = _agreed_names(backend, list(self._series))
         sums = torch.zeros(2, len(names), dtype=torch.float64)
@@ -195,7 +206,10 @@ class Recorder:
                 sums[0, number], sums[1, number] = read[name]
         totals = zip(names, *backend.total_on_host(sums).tolist(), strict=True)
         means = {name: total / weight for name, total, weight in totals if weight}
-        self._row = {"time": round(time.time(), 3), **means, **self._gauges}
+        self._row = self._row_of(means)
+
+    def _row_of(self, means: dict[str, float]) -> dict[str, Any]:
+        return {"time": round(time.time(), 3), **means, **self._gauges, **self._notes}
 
     def _means(self) -> dict[str, float]:
         return {name: total / weight for name, (total, weight) in self._read().items() if weight}

@@ -109,7 +109,7 @@ class Stages:
             own.get(stage.name, default) for stage in self.given
         ]
         self.loaders: list[AnyLoader | None] = []
-        self._guard: Guard | None = None
+        self._guards: list[Guard] = []
         self._check()
 
     @property
@@ -152,7 +152,7 @@ class Stages:
         stage = self.given[number]
         task.phases = stage
         step, task.step_facts = self.steps[number]
-        task.train_step = step if self._guard is None else self._guard(step)
+        task.train_step = self._guarded(step)
         loader = self.loaders[number] if self.loaders else None
         if loader is not None and not task.test_only:
             task.loaders[TRAIN] = loader
@@ -184,9 +184,22 @@ class Stages:
         return self._task.schedules if stage.schedule is None else stage.schedule
 
     def guard_steps(self, guard: Guard) -> None:
-        """Have what ``guard`` makes of a step called in its place, in this stage and the next."""
-        self._guard = guard
-        self._task.train_step = guard(self.steps[self._task.progress.stage][0])
+        """Have what ``guard`` makes of a step called in its place, in this stage and the next.
+
+        Of several the last is the outermost. The phase at hand goes on with what it has begun with.
+        """
+        self._guards.append(guard)
+        self._task.train_step = self._guarded(self.steps[self._task.progress.stage][0])
+
+    def unguard_steps(self, guard: Guard) -> None:
+        """The reverse of :meth:`guard_steps`."""
+        self._guards = [one for one in self._guards if one != guard]
+        self._task.train_step = self._guarded(self.steps[self._task.progress.stage][0])
+
+    def _guarded(self, step: Step) -> Step:
+        for guard in self._guards:
+            step = guard(step)
+        return step
 
     def tell_step(self, event: str) -> None:
         """Call the method of this name of the step at hand, where it has one, with the task."""

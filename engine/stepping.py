@@ -15,6 +15,7 @@ from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.gradients import apply_update, clear
 from phaseloop.engine.model_options import ModelOptions, channels_last
 from phaseloop.engine.precision import Precision
+from phaseloop.engine.remarks import looks, remark
 from phaseloop.engine.turns import Turns
 
 NO_SCALED_CLOSURE = (
@@ -136,7 +137,12 @@ class Stepping(Turns):
         if self.precision.changes_forward:
             output = self.compute(self.model, *args, **kwargs)
         else:
-            output = self.model(*args, **kwargs)
+            try:
+                output = self.model(*args, **kwargs)
+            except Exception as error:
+                inputs = looks([*args, *kwargs.values()])
+                remark(error, f"phaseloop: the model was called with {inputs}")
+                raise
         self.output = output
         self.hooks.on_forward(self)  # type: ignore[arg-type]
         return output
@@ -164,7 +170,12 @@ class Stepping(Turns):
         """
         if self.criterion_module is None:
             raise ConfigError("criterion", "this step needs a criterion, and there is none")
-        loss, parts = self.criterion_module(output, target), None
+        try:
+            loss, parts = self.criterion_module(output, target), None
+        except Exception as error:
+            given = f"output {looks(output)} and target {looks(target)}"
+            remark(error, f"phaseloop: the criterion was called with {given}")
+            raise
         if not isinstance(loss, Tensor):
             loss, parts = loss_of(loss)
         self.measure(loss, output, target, parts, weight)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,23 +19,24 @@ from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.checkpoint.weights import Weights
 from phaseloop.engine.checkpoint.writer import Writer
 from phaseloop.engine.data.source import Data
-from phaseloop.engine.errors import PhaseloopError
 from phaseloop.engine.events import Dispatcher
 from phaseloop.engine.freezing import Freezing
-from phaseloop.engine.images import Images
 from phaseloop.engine.meter_set import MeterSet
 from phaseloop.engine.model_options import ModelOptions, release
+from phaseloop.engine.parts import Parts
 from phaseloop.engine.phase_plan import PhasePlan
 from phaseloop.engine.phases import TRAIN, Phases
 from phaseloop.engine.precision import Precision
 from phaseloop.engine.progress import Progress
 from phaseloop.engine.recorder import Recorder
+from phaseloop.engine.recording import Recording
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.schedules import Rates, Schedule, TorchSchedule
 from phaseloop.engine.settings import Debug, Gradients, Run
+from phaseloop.engine.shown import Shown
 from phaseloop.engine.signals import Signals
 from phaseloop.engine.stages import Stage, Stages, stages_of
-from phaseloop.engine.stepping import Stepping, scalar
+from phaseloop.engine.stepping import Stepping
 from phaseloop.engine.swapping import Swapping
 from phaseloop.engine.urls import place, same
 
@@ -52,7 +52,7 @@ def _backend() -> Backend:
     return made
 
 
-class Task(Stepping):
+class Task(Recording, Stepping):
     """Everything of one training: data, model, loss, optimizers, meters, phases, position.
 
     Args:
@@ -151,13 +151,14 @@ class Task(Stepping):
             self.meter_sets[name] = MeterSet(name, copy.deepcopy(own))
         self.progress = Progress()
         self.recorder = Recorder(self.run.log_every)
-        self.images = Images()
+        self.shown = Shown()
         self.signals = Signals(self.run.grace)
         self.swapping = Swapping(model)
         self.averages: dict[str, dict[str, Tensor]] = {}
         self.accumulator = Accumulator(1)
         self.plan = PhasePlan(self.phases, 0, list(self.test_data))
         self.hooks = Dispatcher({})
+        self.parts = Parts(self)
         saves = self.run.dir is not None and self.debug.fast is None
         self.folder = RunFolder.of(self.run) if saves else None
         self._store: Store | None = None
@@ -215,48 +216,6 @@ class Task(Stepping):
         """
         plan = self.plan
         return min(1.0, plan.updates_done(self.progress) / plan.updates) if plan.updates else 0.0
-
-    # --- what hooks and steps may also say ---
-
-    def record(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
-        """Log a scalar: the mean since the last log point, weighted.
-
-        A tensor stays on the device until the log point; a tensor with a graph is detached.
-
-        Raises:
-            ConfigError: the tensor has more than one element.
-        """
-        if isinstance(value, Tensor):
-            self.recorder.add(name, scalar(value, f"record({name!r})"), weight)
-        else:
-            device = None if self.backend.lazy else self.device
-            self.recorder.add(name, torch.full((), float(value), device=device), weight)
-
-    def record_image(self, name: str, image: Tensor) -> None:
-        """Have a picture written, by TensorBoard and as a PNG; of several processes the primary's.
-
-        One of a train step belongs to its update, and is written when that is counted; where it is
-        left out, so is the picture. One from outside a step is written at once. Of two with one
-        name at one update the later stands.
-
-        Args:
-            name: letters, digits, ``_``, ``-``, ``.``, and ``/`` between parts.
-            image: [C, H, W], C 1 (grey) or 3 (red, green, blue); floating point from 0 to 1, what
-                lies beyond is cut off; or uint8. It is copied; the device is waited for when it is
-                written.
-
-        Raises:
-            ConfigError: the name or the image is of another kind.
-            PhaseloopError: called before the first phase has begun.
-        """
-        if self.running_status is None:
-            raise PhaseloopError(
-                "record_image() has its first place at on_phase_start: before it a run does not "
-                "know yet which pictures it has"
-            )
-        self.images.add(name, image, self.backend.lazy)
-        if self.images.waiting and self.accumulator.closed:
-            self.images.give(self.progress.updates, self.backend)
 
     def compute_metrics(self) -> None:
         """Sync the meters of the phase at hand over processes and read them, once per phase."""

@@ -92,7 +92,8 @@ class Trainer:
             How it ended: finished, or stopped by a signal or a request.
 
         Raises:
-            Whatever user code raised; hooks have seen it, and ``status.json`` says failed.
+            Exception: whatever user code raised; hooks have seen it, and ``status.json`` says
+                failed.
         """
         self._start_from = start
         return self._run()

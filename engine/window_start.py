@@ -87,7 +87,7 @@ class WindowStart:
         # Copied once more, for a second attempt may break off too.
         task.meters.put_back(kept["meters"])
         task.recorder.put_back(kept["recorder"])
-        task.images.drop()
+        task.shown.drop()
         if kept["step"]:
             self._step().load_state_dict(copied(kept["step"]))
         task.carry = copied(kept["carry"])

@@ -146,6 +146,9 @@ class Average(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = state["samples"]
 
+    def holds(self, task: Task) -> list[Tensor]:
+        return [place.tensor for place in places(task.bare_model).values()]
+
     def _equal_buffers(self, task: Task) -> None:
         """Of several processes each has averaged its own buffers; what is saved is the primary's.
 

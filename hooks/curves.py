@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phaseloop.engine import rows
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.phases import TRAIN
 from phaseloop.engine.registry import register_hook
@@ -76,7 +76,9 @@ def read_panels(path: Path) -> dict[str, Series]:
     holds as text, become NaN: gaps in the curve.
     """
     found: dict[str, Series] = {}
-    for row in _rows(path):
+    for row in rows.read(path):
+        if "event" in row:
+            continue
         for name, value in row.items():
             place = _place(name, row["phase"])
             if place is not None:
@@ -84,7 +86,7 @@ def read_panels(path: Path) -> dict[str, Series]:
                 updates, values = found.setdefault(panel, {}).setdefault(key, ([], []))
                 updates.append(row["update"])
                 values.append(float(value))
-    losses = {name: found.pop(name) for name in sorted(found) if _is_loss(name)}
+    losses = {name: found.pop(name) for name in sorted(found) if rows.is_loss(name)}
     rates = {_LR: found.pop(_LR)} if _LR in found else {}
     return {**losses, **_merge_shares(found), **rates}
 
@@ -110,33 +112,15 @@ def draw(panels: Mapping[str, Series]) -> Figure:
     return figure
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    """Rows with a position; events and a half line are passed over."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if "update" in row and "event" not in row:
-                yield row
-
-
 def _place(name: str, phase: str) -> tuple[str, tuple[str, str]] | None:
     """Panel and key of a value in a row of ``phase``; None: it is not drawn."""
-    if "lr" in name.split("/"):
+    if rows.is_rate(name):
         return _LR, (_LR, name)
-    if _is_loss(name):  # without its phase's name: of a log point
+    if rows.is_loss(name):  # without its phase's name: of a log point
         return name, (phase, _RAW)
     if name.startswith(f"{phase}/"):
         return name.removeprefix(f"{phase}/"), (phase, "")
     return None
-
-
-def _is_loss(name: str) -> bool:
-    return name.split("/")[0] == "loss"
 
 
 def _merge_shares(panels: dict[str, Series]) -> dict[str, Series]:
@@ -183,7 +167,7 @@ def _draw_rates(ax: Axes, series: Series) -> None:
 
 
 def _finish(ax: Axes, name: str, series: Series) -> None:
-    if _is_loss(name) and _spans_orders(values for _, values in series.values()):
+    if rows.is_loss(name) and _spans_orders(values for _, values in series.values()):
         ax.set_yscale("log")
     ax.set_title(name, loc="left", fontsize=11, fontweight="bold")
     ax.set_xlabel("update", fontsize=9)

@@ -17,7 +17,7 @@ class GradientNorm(Hook):
     Between log points it costs a comparison. Where clipping measures the same norm, that is taken.
 
     Args:
-        norm_type: the p of the norm: (sum of |g|^p)^(1/p); ``.inf``: the largest |g|.
+        norm_type: the p of the norm: ``(sum of |g|^p)^(1/p)``; ``.inf``: the largest ``|g|``.
         per_parameter: also ``gradient_norm/NAME`` for each parameter.
 
     Raises:

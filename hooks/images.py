@@ -11,6 +11,7 @@ from phaseloop.engine.disk import flush, make_folder, replace
 from phaseloop.engine.errors import ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.registry import register_hook
+from phaseloop.engine.shown import IMAGE
 from phaseloop.engine.task import Task
 
 _STEM = "update_"
@@ -42,7 +43,7 @@ class Images(Hook):
         if task.folder is None or not task.primary:
             return
         self._path = Path(task.folder.path) / self.folder
-        task.images.sinks.append(self._write)
+        task.shown.sinks[IMAGE].append(self._write)
         if not task.resumed_here:
             self._remove(-1, [])
 

@@ -1,26 +1,25 @@
 """Hook ``metrics_file``: every row as a line of JSON in ``metrics.jsonl``."""
 
 import json
-import logging
 import math
-import os
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from phaseloop.engine.checkpoint.names import position
-from phaseloop.engine.disk import flush
 from phaseloop.engine.errors import CheckpointError
 from phaseloop.engine.events import Hook, Order
+from phaseloop.engine.line_file import LineFile
 from phaseloop.engine.registry import register_hook
 from phaseloop.engine.task import Task
-
-log = logging.getLogger("phaseloop")
 
 
 @register_hook("metrics_file", default=True)
 class MetricsFile(Hook):
     """One line per log point, one per phase end, one per event such as a skipped update or a save.
+
+    Before the first line that a process writes stands its ``start``: where it began, when, and
+    which metrics are better higher. A second one tells of a resume.
 
     A checkpoint knows how many bytes the file had, and a resume cuts it back to there: each
     update is in it once, whatever happened in between. What a checkpoint counts on is flushed to
@@ -35,41 +34,31 @@ class MetricsFile(Hook):
 
     def __init__(self, file: str = "metrics.jsonl") -> None:
         self.file = file
-        self._open: IO[bytes] | None = None
-        self._path: Path | None = None
+        self._lines = LineFile(file)
         self._counted: int | None = None  # bytes that the checkpoint knows of
-        # The run was in this folder before. Else its rows are another machine's, which is said.
-        self._expected = False
+        self._start: dict[str, Any] | None = None  # of this process, until it is written
 
     def on_start(self, task: Task) -> None:
-        if task.folder is None or not task.primary:
-            return
-        self._path = Path(task.folder.path) / self.file
-        self._expected = self._path.exists() or bool(task.folder.status())
-        # Unbuffered, so that a whole line is in the file or none of it.
-        self._open = open(self._path, "ab", buffering=0)  # noqa: SIM115 held while the run lasts
-        flush(self._path.parent)  # its name, which may be new
-        if not task.resumed_here:
-            self._open.truncate(0)
+        self._lines.open(task)
+        self._start = {"event": "start", "update": task.progress.updates, "time": _now(),
+                       "higher_is_better": _directions(task)}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._counted = state["bytes"]
 
     def on_resume(self, task: Task) -> None:
-        name = Path(task.resumed_from).name
-        if self._open is not None and self._counted is not None:
-            there = os.fstat(self._open.fileno()).st_size
-            if there < self._counted and self._expected and task.resumed_here:
-                log.warning("%s lacks rows from before the checkpoint: it has %d bytes, and had %d",
-                            self._path, there, self._counted)  # fmt: skip
-            self._open.truncate(_end_of_kept(self._open.name, self._counted, name))
+        if self._counted is not None:
+            name = Path(task.resumed_from).name
+            # What a save cost is known only after it, and so comes behind what it counts; and so
+            # do the starts of processes that went on from it and did not come to the next one.
+            self._lines.keep(self._counted, task, lambda line: _is_of(line, name))
         self._counted = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._path is None else {"bytes": self._path.stat().st_size}
+        return {} if self._lines.path is None else {"bytes": self._lines.size()}
 
     def files(self) -> list[Path]:
-        return [] if self._path is None else [self._path]
+        return [] if self._lines.path is None else [self._lines.path]
 
     def on_step(self, task: Task) -> None:
         if task.recorder.events:
@@ -81,13 +70,11 @@ class MetricsFile(Hook):
         self._write_events(task, task.recorder.events)
         metrics = task.phase.metrics
         if metrics:
-            self._write(self._position(task) | {"time": round(time.time(), 3)} | metrics)
+            self._write(self._position(task) | {"time": _now()} | metrics)
 
     def on_end(self, task: Task, outcome: Any) -> None:
-        if self._open is not None:
-            self._write_events(task, task.recorder.waiting)
-            self._open.close()
-            self._open = None
+        self._write_events(task, task.recorder.waiting)
+        self._lines.close()
 
     def _write_events(self, task: Task, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -98,50 +85,38 @@ class MetricsFile(Hook):
         progress = task.progress
         stage = {"stage": task.stages.label(progress.stage)} if task.stages.several else {}
         place = {"phase": task.phase.name, "update": progress.updates, "epoch": progress.epoch}
-        return {**stage, **place}
+        return {**stage, **place, "samples": progress.samples}
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._open is None:
+        if not self._lines.is_open:
             return
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._write({"phase": row["phase"], **start})
         plain = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        self._add(json.dumps(plain).encode() + b"\n")
-
-    def _add(self, line: bytes) -> None:
-        """The whole line or, with an error, none of it: a full disk takes what it has room for."""
-        assert self._open is not None
-        before = os.fstat(self._open.fileno()).st_size
-        try:
-            while line:
-                line = line[self._open.write(line) :]
-        except OSError:
-            self._open.truncate(before)
-            raise
+        self._lines.add(json.dumps(plain).encode() + b"\n")
 
 
-def _end_of_kept(path: str, size: int, checkpoint: str) -> int:
-    """Bytes of the lines that end within the first ``size``, and of what its own save cost.
-
-    Where checkpoints lie elsewhere the file may be of another machine's part of the run, whose
-    lines end at other places. What a save cost is known only after it, and so comes behind what
-    it counts.
-    """
-    with open(path, "rb") as file:
-        end = file.read(size).rfind(b"\n") + 1
-        file.seek(end)
-        for line in file:
-            if not _is_save_of(line, checkpoint):
-                break
-            end += len(line)
-    return end
+def _now() -> float:
+    return round(time.time(), 3)
 
 
-def _is_save_of(line: bytes, checkpoint: str) -> bool:
-    """The line tells what it cost to save this checkpoint, or an earlier one."""
+def _directions(task: Task) -> dict[str, bool]:
+    """By metric, as far as its meter says: whether higher is better."""
+    names = [name for meters in task.meter_sets.values() for name in meters.metrics]
+    known = {name: task.direction(name) for name in names}
+    return {name: higher for name, higher in known.items() if higher is not None}
+
+
+def _is_of(line: bytes, checkpoint: str) -> bool:
+    """The line tells of a start, or what it cost to save this checkpoint or an earlier one."""
     try:
         row = json.loads(line)
+        if row.get("event") == "start":
+            return True
         return row.get("event") == "save" and position(row["checkpoint"]) <= position(checkpoint)
     except (ValueError, KeyError, AttributeError, CheckpointError):
         return False

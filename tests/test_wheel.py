@@ -57,7 +57,7 @@ def expected_names() -> set[str]:
     """Every file of the packages that a user needs, under the name it has in the wheel."""
     found = {"phaseloop/__init__.py", "phaseloop/py.typed"}
     for link in LINKS:
-        for pattern in ("*.py", "*.yaml", "*.npz", "*.md"):
+        for pattern in ("*.py", "*.yaml", "*.npz", "*.md", "*.html", "*.css", "*.template"):
             for path in link.resolve().rglob(pattern):
                 found.add("phaseloop/" + path.relative_to(ROOT).as_posix())
     return found
@@ -133,4 +133,10 @@ def test_digits_trains_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> 
     work.mkdir()
     run(home / "bin" / "phaseloop", "config=digits", "phases.epochs=1", cwd=work)
     status = json.loads((work / "runs" / "digits" / "status.json").read_text())
+    assert status["status"] == "finished"
+
+    # A project of one's own, made from what is in the wheel, trains likewise.
+    run(python, "-m", "phaseloop.tools.new", "mine", cwd=work)
+    run(home / "bin" / "phaseloop", "config=mine", "phases.epochs=1", cwd=work / "mine")
+    status = json.loads((work / "mine" / "runs" / "mine" / "status.json").read_text())
     assert status["status"] == "finished"

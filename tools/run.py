@@ -18,6 +18,7 @@ from phaseloop.engine.config import compose as composing
 from phaseloop.engine.config import places, processes
 from phaseloop.engine.config import schema as schemas
 from phaseloop.engine.errors import CheckpointError, ConfigError, DataError, InUseError
+from phaseloop.engine.remarks import remarks
 from phaseloop.tools import launching, one_process, submitting
 
 DONE, ERROR, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -141,7 +142,7 @@ def _in_words(error: Exception) -> str:
     in_a_sentence = isinstance(error, DataError | CheckpointError) and (cause is None or of_disk)
     if in_a_sentence or isinstance(error, InUseError):
         return f"{type(error).__name__}: {error}"
-    return traceback.format_exc().rstrip()
+    return traceback.format_exc().rstrip() + remarks(error)
 
 
 def _hand_to_hydra(words: list[str]) -> None:

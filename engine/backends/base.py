@@ -39,12 +39,19 @@ class Backend:
 
     Attributes:
         device: of this process.
-        rank, world_size: of this process, and how many there are.
+        rank: of this process.
+        world_size: how many processes there are.
         host: what processes say to one another.
         shards: parameters, their gradients and averages are sharded over processes.
     """
 
     shards = False
+
+    cuts_model = False
+    """Of several processes each has a part of every parameter, its gradient and its state."""
+
+    gradients_twice = True
+    """Of several processes each has its gradients once more, in the messages that it sends."""
 
     lazy = False
     """Operations are only noted down, and done together at :meth:`mark_step`: what reads a value

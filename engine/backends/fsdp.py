@@ -51,6 +51,9 @@ class Fsdp(TorchProcesses):
         ConfigError: an option is out of range.
     """
 
+    cuts_model = True
+    gradients_twice = False
+
     def __init__(
         self,
         device: str = "auto",

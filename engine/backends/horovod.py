@@ -67,6 +67,8 @@ class Horovod(Processes):
             neither ours nor horovodrun has started this process.
     """
 
+    gradients_twice = False  # one buffer of a fixed size takes them, some at a time
+
     def __init__(
         self,
         device: str = "auto",

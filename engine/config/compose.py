@@ -74,7 +74,7 @@ def compose(overrides: Sequence[str]) -> Composed:
             return _compose(loader, list(overrides))
     except OverrideParseException as error:
         raise ConfigError(
-            f"override {error.override!r}", f"cannot be read: {_first_line(error)}"
+            f"override {error.override!r}", f"cannot be read: {_no_pair(error)}"
         ) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("", _first_line(error)) from None
@@ -95,6 +95,18 @@ def groups() -> list[str]:
     """Names of all groups of files, of ``./configs`` and of the package."""
     folders = [Path.cwd() / "configs", PACKAGE_CONFIGS]
     return sorted({p.name for f in folders if f.is_dir() for p in f.iterdir() if p.is_dir()})
+
+
+def _no_pair(error: OverrideParseException) -> str:
+    """What is wrong with a word that Hydra does not take for ``key=value``."""
+    word = str(error.override)
+    bare = word.lstrip("-")
+    if word.startswith("-"):
+        sign = "" if "=" in bare else "=VALUE"
+        return f"keys have no dashes before them; say {bare}{sign}"
+    if re.fullmatch(r"[\w.]+", word):
+        return f"it has no value; say {word}=VALUE"
+    return _first_line(error)
 
 
 def normalize(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ class Draws:
         return _shifted(bits, 40).float().mul_(2.0**-24).reshape(-1, *shape)
 
     def normal(self, *shape: int) -> Tensor:
-        """Float32 of shape [B, *shape], of mean 0 and variance 1.
+        """Float32 of shape ``[B, *shape]``, of mean 0 and variance 1.
 
         Source: Box, Muller, "A note on the generation of random normal deviates", 1958.
         """

@@ -162,6 +162,15 @@ class Schedule:
             where = epochs_done / self._epochs
         return float(curve(min(where, BELOW_ONE)))
 
+    @property
+    def rise(self) -> float:
+        """Updates of its warm-up, as planned; 0: it has none."""
+        if self._warmup is None or not self._updates:
+            return 0.0
+        with keyed(self.key):
+            whole = Stretch(self._updates, self._epochs, calendar=self._calendar)
+            return self._warmup.share(whole) * self._updates
+
     def facts(self) -> dict[str, Any]:
         """What makes this schedule the one it is, as plain Python."""
         return {

@@ -56,7 +56,7 @@ class _Moments:
 class Frechet:
     """`distance`: Fréchet distance between the normal laws of the judge's features of both.
 
-    |m - n|² + tr(C + S - 2 √(C S)), with means m, n and covariances C, S. Heusel et al., "GANs
+    ``|m - n|² + tr(C + S - 2 √(C S))``, with means m, n and covariances C, S. Heusel et al., "GANs
     trained by a two time-scale update rule" (2017), with this judge in place of Inception.
 
     `rarest_digit`: of the ten digits the smallest share among the generated images, as the judge

@@ -308,5 +308,5 @@ def _scalars(run: Path) -> dict[str, list[Any]]:
     return {
         tag: [[event.step, event.value] for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("save/")  # what it cost to save, and when
+        if not tag.startswith(("save/", "speed/"))  # what it cost to save, and how fast it went
     }

@@ -40,8 +40,9 @@ def _id(page: Path) -> str:
 each_page = pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=_id)
 
 
-# What their examples need is in environments of their own: tests/horovod, tests/xla play them.
-_ELSEWHERE = {"horovod", "xla"}
+# What their examples need is in environments of their own: tests/horovod, tests/xla play them; and
+# test_errors.py plays the page of mistakes, one by one.
+_ELSEWHERE = {"horovod", "xla", "errors"}
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ import torch
 
 from phaseloop import ConfigError, image_grid
 from phaseloop.engine.backends import Single
-from phaseloop.engine.images import Images
+from phaseloop.engine.shown import IMAGE, Shown
 
 
 def given(image: Any, name: str = "picture") -> torch.Tensor:
     """What a sink gets."""
-    images, found = Images(), []
-    images.sinks.append(lambda *args: found.append(args))
-    images.add(name, image)
-    images.give(7, Single())
+    shown, found = Shown(), []
+    shown.sinks[IMAGE].append(lambda *args: found.append(args))
+    shown.add_image(name, image)
+    shown.give(7, Single())
     ((called, picture, update),) = found
-    assert (called, update) == (name, 7) and not images.waiting
+    assert (called, update) == (name, 7) and not shown.waiting
     return picture
 
 
@@ -38,19 +38,19 @@ def test_colours_and_bytes_stay_and_half_precision_is_taken() -> None:
 
 
 def test_a_picture_is_copied() -> None:
-    images, found = Images(), []
-    images.sinks.append(lambda name, picture, update: found.append(picture))
+    shown, found = Shown(), []
+    shown.sinks[IMAGE].append(lambda name, picture, update: found.append(picture))
     for image in (torch.ones(1, 1, 1), torch.ones(1, 1, 1, dtype=torch.uint8)):
-        images.add("a", image)
+        shown.add_image("a", image)
         image.zero_()
-        images.give(1, Single())
+        shown.give(1, Single())
     assert [picture.item() for picture in found] == [255, 1]
 
 
 def test_where_nobody_writes_nothing_is_kept() -> None:
-    images = Images()
-    images.add("a", torch.ones(1, 1, 1))
-    assert not images.waiting
+    shown = Shown()
+    shown.add_image("a", torch.ones(1, 1, 1))
+    assert not shown.waiting
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_where_nobody_writes_nothing_is_kept() -> None:
 )
 def test_what_is_no_picture_is_refused_by_name(image: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        Images().add("samples", image)
+        Shown().add_image("samples", image)
     assert "record_image('samples')" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", "../a", "a/../b", ".a", "a b", "ä"])
 def test_a_name_that_is_no_files_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="file"):
-        Images().add(name, torch.zeros(1, 1, 1))
+        Shown().add_image(name, torch.zeros(1, 1, 1))
 
 
 def test_a_grid_goes_row_by_row() -> None:

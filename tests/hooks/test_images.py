@@ -218,7 +218,7 @@ def test_only_the_primary_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     task = r1.make_task(tmp_path, epochs=1)
     monkeypatch.setattr(type(task), "primary", property(lambda self: False))
     Trainer(task, {"paint": Paint(), "images": Images(), "tensorboard": TensorBoard()}).train()
-    assert not (tmp_path / "images").exists() and not task.images.waiting
+    assert not (tmp_path / "images").exists() and not task.shown.waiting
 
 
 def test_without_a_folder_nothing_is_written(

@@ -41,11 +41,16 @@ def test_the_file_of_another_machine_is_cut_at_a_lines_end(tmp_path):
 
 def cut(path, count, checkpoint):
     """The file cut back to ``count`` bytes, by a resume from that checkpoint."""
+    folder = SimpleNamespace(path=path.parent, status=dict)
+    task = SimpleNamespace(
+        folder=folder, primary=True, resumed_here=True, meter_sets={},
+        progress=SimpleNamespace(updates=0), resumed_from=f"checkpoints/{checkpoint}",
+    )  # fmt: skip
     hook = MetricsFile()
-    hook._open = open(path, "ab", buffering=0)  # noqa: SIM115
+    hook.on_start(task)
     hook.load_state_dict({"bytes": count})
-    hook.on_resume(SimpleNamespace(resumed_from=f"checkpoints/{checkpoint}"))
-    hook._open.close()
+    hook.on_resume(task)
+    hook._lines.close()
 
 
 def test_what_the_checkpoints_own_save_cost_stays(tmp_path):

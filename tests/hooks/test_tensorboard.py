@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.compat.proto.event_pb2 import SessionLog
 
 from phaseloop import Trainer
-from phaseloop.hooks import tensorboard
+from phaseloop.engine import event_files
 from phaseloop.hooks.checkpoint import Checkpoint
 from phaseloop.hooks.meter_sync import MeterSync
 from phaseloop.hooks.tensorboard import TensorBoard
@@ -26,6 +26,9 @@ from tests.rigs.probes import Scripted
 
 EVERY_10 = {"every_epochs": None, "every_updates": 10}
 """Checkpoints at updates 10 and 20: after the log point, before the epoch's end and its test."""
+
+
+SPEED = "speed/samples_per_second"
 
 
 def train(folder, save=None, at=None, **options):
@@ -38,14 +41,19 @@ def train(folder, save=None, at=None, **options):
 
 
 def scalars(folder):
-    """Tag to (update, value), as TensorBoard reads the folder; without what saves cost."""
+    """Tag to (update, value), as TensorBoard reads the folder; without what saves cost.
+
+    Speeds have to be some; their values are left out.
+    """
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
-    return {
+    points = {
         tag: [(event.step, event.value) for event in found.Scalars(tag)]
         for tag in found.Tags()["scalars"]
         if not tag.startswith("save/")
     }
+    assert all(value > 0 for _, value in points[SPEED])
+    return {**points, SPEED: [(step, None) for step, _ in points[SPEED]]}
 
 
 def starts(path):
@@ -78,6 +86,9 @@ def test_stable_names_over_updates(undisturbed):
         "epoch/train/accuracy": ends,
         "test/loss": ends,
         "test/accuracy": ends,
+        "best/test/loss": ends,
+        "best/test/accuracy": ends,
+        SPEED: each,
     }
 
 
@@ -201,7 +212,7 @@ def test_recorded_scalars_and_parts_of_the_loss(tmp_path):
     hooks = {"tensorboard": TensorBoard(), "record": Record("on_step", -1)}
     Trainer(r1.make_task(tmp_path, epochs=1, criterion=parts), hooks).train()
     found = scalars(tmp_path)
-    assert found.keys() == {"train/loss", "train/loss/ce", "train/loss/l2", "grad_norm"}
+    assert found.keys() == {"train/loss", "train/loss/ce", "train/loss/l2", "grad_norm", SPEED}
     assert {value for _, value in found["grad_norm"]} == {2.0}
 
 
@@ -226,16 +237,16 @@ def test_a_file_name_that_readers_would_take_too_early_is_waited_for(tmp_path, m
         def sleep(seconds):
             slept.append(seconds)
 
-    monkeypatch.setattr(tensorboard, "time", Clock)
+    monkeypatch.setattr(event_files, "time", Clock)
     host, me = socket.gethostname(), os.getpid()
     (tmp_path / f"events.out.tfevents.0000001000.{host}.{me}.0").touch()
-    tensorboard._wait_for_a_later_name(tmp_path)
+    event_files.wait_for_a_later_name(tmp_path)
     assert slept == []  # files of one process are counted up
     (tmp_path / f"events.out.tfevents.0000001000.{host}.{me}9.0").touch()
-    tensorboard._wait_for_a_later_name(tmp_path)
+    event_files.wait_for_a_later_name(tmp_path)
     assert slept == [0.75]
     now[0] = 1001.0
-    tensorboard._wait_for_a_later_name(tmp_path)
+    event_files.wait_for_a_later_name(tmp_path)
     assert slept == [0.75]
 
 
@@ -264,7 +275,7 @@ def test_files_of_a_clock_that_was_set_back_since_stand_before_ours(tmp_path: Pa
         (tmp_path / f"events.out.tfevents.{second:010d}.host.7.0").touch()
     inodes = [p.stat().st_ino for p in sorted(tmp_path.iterdir())]
     for _ in range(2):
-        tensorboard._make_older(tmp_path)
+        event_files.make_older(tmp_path)
         (tmp_path / f"events.out.tfevents.{now + 500:010d}.host.7.0").touch()
         there = sorted(tmp_path.iterdir())
         assert [p.stat().st_ino for p in there[:3]] == inodes

@@ -30,8 +30,8 @@ MAY_DIFFER = (
 )
 TIMES = ("time",)
 """Fields of a logged row that tell the time."""
-COSTS = ("save",)
-"""Events that tell when and at what cost this machine wrote a checkpoint."""
+COSTS = ("save", "start")
+"""Events that tell when and at what cost this machine wrote a checkpoint, and when it began."""
 
 
 def assert_eq(reference: Path, folder: Path) -> None:

@@ -47,7 +47,8 @@ _TO_LEAVE = 3.0
 that both have cut."""
 
 LIMIT = 180.0
-"""Seconds that a process gets before it counts as hanging; far more than any needs, on a busy machine too."""
+"""Seconds that a process gets before it counts as hanging; far more than any needs,
+whatever else the machine does."""
 
 
 @dataclass

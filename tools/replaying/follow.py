@@ -16,10 +16,11 @@ from phaseloop.engine.checkpoint.compare import forbidden_changes
 from phaseloop.engine.errors import CheckpointError, ConfigError
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.recorder import POSITION
+from phaseloop.engine.rows import is_loss
 from phaseloop.engine.run_folder import RunFolder
 from phaseloop.engine.task import Task
 from phaseloop.tools.replaying.found import Line
-from phaseloop.tools.replaying.measure import Clock, Tap, bits, is_loss, log_rows, losses, rates
+from phaseloop.tools.replaying.measure import Clock, Tap, bits, log_rows, losses, rates
 
 REPLAYED = "replayed"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phaseloop.engine import rows
 from phaseloop.engine.device_kinds import kind_of
 from phaseloop.engine.events import Hook, Order
 from phaseloop.engine.recorder import Recorder
@@ -30,28 +30,15 @@ _PARTS = {
 
 def log_rows(folder: Path, hooks: Mapping[str, Hook]) -> list[dict[str, Any]]:
     """The rows of a run's log, as they stand in its ``metrics.jsonl``."""
-    rows: list[dict[str, Any]] = []
-    for hook in hooks.values():
-        if not isinstance(hook, MetricsFile) or not (folder / hook.file).is_file():
-            continue
-        for text in (folder / hook.file).read_text().splitlines():
-            try:
-                rows.append(json.loads(text))
-            except ValueError:  # a line that is being written
-                continue
-    return rows
+    files = [folder / hook.file for hook in hooks.values() if isinstance(hook, MetricsFile)]
+    return [row for file in files for row in rows.read(file)]
 
 
-def losses(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def losses(log: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The rows of log points, by update."""
     return {
-        row["update"]: row for row in rows if row["phase"] == "train" and any(map(is_loss, row))
+        row["update"]: row for row in log if row["phase"] == "train" and any(map(rows.is_loss, row))
     }
-
-
-def is_loss(name: str) -> bool:
-    """It is the loss, or a part of it."""
-    return name.split("/")[0] == "loss"
 
 
 class Tap(Recorder):

@@ -56,7 +56,7 @@ class Xla(OnXla, Processes):
         device: ``auto`` (what ``PJRT_DEVICE`` says, or a TPU, or else the CPU), ``cpu`` or
             ``tpu``.
         spmd: all devices of this process work on every batch, each on a part of it.
-        devices: how many there are, with ``spmd``; see :class:`~.spmd.Spmd`.
+        devices: how many there are, with ``spmd``; see :mod:`phaseloop.engine.backends.xla.spmd`.
         shard: with ``spmd``, parameters are cut over the devices too.
         timeout: seconds that replicas wait for one another; one that waits longer ends with an
             error.

@@ -1,0 +1,1 @@
+"""What ``tools/plot.py`` is made of."""
