@@ -8,7 +8,7 @@ import time
 import pytest
 from torch import nn
 
-from phaseloop import Data, Phases, Stage, Task, Trainer, default_hooks
+from phaseloop import Data, Hook, Phases, Stage, Task, Trainer, default_hooks
 from phaseloop.engine import spent
 from phaseloop.engine.backends import Single
 from phaseloop.engine.checkpoint.writer import Writer
@@ -203,6 +203,27 @@ class Ticking:
     def monotonic(self):
         self.read += 1
         return 3600.0 * self.read
+
+
+class RollBack(Hook):
+    """Goes back to the last checkpoint once, in update 14."""
+
+    def __init__(self):
+        self.done = False
+
+    def on_gradients(self, task):
+        if task.progress.updates == 13 and not self.done:
+            self.done = True
+            task.roll_back("asked for by the test", 1)
+
+
+def test_a_roll_back_is_no_resume_and_its_time_is_counted_once(capsys, tmp_path, monkeypatch):
+    ticking = Ticking(monkeypatch)
+    hooks = default_hooks(curves=None, tensorboard=None, back=RollBack())
+    told = value_of(train(capsys, tmp_path, hooks), "finished")
+    assert "resumed" not in told and told.endswith("1 roll-back")
+    # As in a run without one: read when the hook is made, and when the run starts.
+    assert f"{ticking.read - 2} h 00 min" in told
 
 
 def test_skipped_updates_are_told(capsys, tmp_path):
