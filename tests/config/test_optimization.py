@@ -15,6 +15,7 @@ from phaseloop.engine.checkpoint.store import Store
 from phaseloop.engine.config.build import build
 from phaseloop.engine.config.compose import compose
 from phaseloop.engine.config.schema import check
+from phaseloop.engine.recorder import POSITION
 from phaseloop.tools.run import DONE, WRONG_CONFIG
 from phaseloop.tools.run import run as run_here
 from tests.rigs import cli
@@ -85,8 +86,7 @@ def test_what_is_scheduled_is_logged_by_its_own_name(here: Path) -> None:
     words = ["optimizer={name: adamw, lr: 0.01, groups: {no_decay: [bias]}}", f"schedule={text}"]
     assert run_here(["config=tiny", *words, "run.log_every=1", "hooks.curves=null"]) == DONE
     first = rows()[0]
-    assert {k: v for k, v in first.items() if k.split("/")[0] not in ("loss", "phase", "update",
-                                                                      "epoch", "time")} == {
+    assert {k: v for k, v in first.items() if k not in ("loss", *POSITION)} == {
         "lr/rest": 0.01, "lr/no_decay": 0.01, "momentum/rest": 0.9, "momentum/no_decay": 0.9,
         "weight_decay/rest": 0.01, "weight_decay/no_decay": 0.0,
     }  # fmt: skip
