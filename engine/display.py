@@ -88,9 +88,15 @@ class Display:
         self._live.stop()
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether it is one. ``sys.stdout`` may be None, or of the user's making: it only writes."""
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and bool(isatty())
+
+
 def is_possible() -> bool:
     """Whether there is a terminal to draw in; rich is imported only where there is."""
-    if sys.stdout is None or not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         return False
     from rich.console import Console
 
