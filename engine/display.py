@@ -58,7 +58,12 @@ class Display:
 
         self.lines = 0
         self._console = Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=is_terminal(sys.stderr),  # what goes to a file stays there
+        )
         self._live.start()
         # rich hides the cursor; a run that is killed could never bring it back.
         self._console.show_cursor(True)
