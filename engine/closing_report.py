@@ -31,14 +31,14 @@ class Account:
         samples: training samples that were gone through in that time.
         resumes: how often it was resumed.
         whole: all of the run is in it; else what came before this process is not known.
-        best_at: by metric, the update of its best value, and that value.
+        best_at: by metric, the update of its best value (None: nobody knows), and that value.
     """
 
     spent: Spent = field(default_factory=Spent)
     samples: int = 0
     resumes: int = 0
     whole: bool = True
-    best_at: dict[str, tuple[int, float]] = field(default_factory=dict)
+    best_at: dict[str, tuple[int | None, float]] = field(default_factory=dict)
 
 
 def ended(task: Task, outcome: Outcome, account: Account) -> Rows:
@@ -94,19 +94,23 @@ def _circumstances(task: Task, outcome: Outcome, account: Account) -> list[str]:
     return parts
 
 
-def _results(outcome: Outcome, best_at: Mapping[str, tuple[int, float]]) -> Rows:
+def _results(outcome: Outcome, best_at: Mapping[str, tuple[int | None, float]]) -> Rows:
     """The last value of every metric, and the best of those whose direction is known."""
     rows: Rows = []
     for name, value in outcome.final.items():
         text = f"{number(value):>8}"
         if (best := outcome.best.get(name)) is not None:
-            update, known = best_at.get(name, (0, None))
-            at = f"  {update:>9,}" if known == best else ""
+            update, known = best_at.get(name, (None, best))
+            at = f"  {update:>9,}" if update is not None and known == best else ""
             text += f"  {number(best):>8}{at}"
         rows.append((name, text))
     if not rows:
         return []
-    at = "  at update" if any(best_at.get(name) for name in outcome.best) else ""
+    at = (
+        "  at update"
+        if any(best_at.get(name, (None,))[0] is not None for name in outcome.best)
+        else ""
+    )
     return [("", f"{'last':>8}" + (f"  {'best':>8}{at}" if outcome.best else "")), *rows]
 
 

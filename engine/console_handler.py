@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 
+from phaseloop.engine.display import is_terminal
 from phaseloop.engine.report import fitting, folded
 
 
@@ -37,7 +38,7 @@ def _fitted(record: logging.LogRecord) -> str:
     """The message, of which a terminal gets what fits beside each other, else line by line."""
     parts = getattr(record, "parts", None)
     # A live display in its place is a terminal, and does not say so.
-    if not parts or not getattr(sys.stdout, "rich_proxied_file", sys.stdout).isatty():
+    if not parts or not is_terminal(getattr(sys.stdout, "rich_proxied_file", sys.stdout)):
         return record.getMessage()
     width = shutil.get_terminal_size().columns
     return folded(fitting(parts, width), width)

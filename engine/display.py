@@ -58,7 +58,12 @@ class Display:
 
         self.lines = 0
         self._console = Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=is_terminal(sys.stderr),  # what goes to a file stays there
+        )
         self._live.start()
         # rich hides the cursor; a run that is killed could never bring it back.
         self._console.show_cursor(True)
@@ -88,9 +93,15 @@ class Display:
         self._live.stop()
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether it is one. ``sys.stdout`` may be None, or of the user's making: it only writes."""
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and bool(isatty())
+
+
 def is_possible() -> bool:
     """Whether there is a terminal to draw in; rich is imported only where there is."""
-    if sys.stdout is None or not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         return False
     from rich.console import Console
 

@@ -52,7 +52,7 @@ class Console(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         account = self._account
-        account.best_at = {name: (int(u), v) for name, (u, v) in state["best_at"].items()}
+        account.best_at = {name: (u, v) for name, (u, v) in state["best_at"].items()}
         if self._begun:  # a roll-back: its time is spent, and the run was not resumed
             return
         account.spent.add(state["seconds"])
@@ -62,6 +62,8 @@ class Console(Hook):
     def on_resume(self, task: Task) -> None:
         if self._begun:
             return
+        for name, value in task.best.items():  # of a checkpoint that does not say when
+            self._account.best_at.setdefault(name, (None, value))
         self._begun = True
         self._account.resumes += 1
         if task.progress.epoch_open and not task.progress.tests_due:

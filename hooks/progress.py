@@ -118,7 +118,7 @@ class Progress(Hook):
             self._draw(task)
 
     def _line(self, task: Task) -> str:
-        updates = task.stages.updates if task.plan.updates else 0
+        updates = _total(task)
         done = str(task.progress.updates)
         of = f"{done:>{len(str(updates))}}/{updates}" if updates else done
         texts = [plan_report.epoch(task), f"update {of}", *(text for _, text in self._facts)]
@@ -151,7 +151,7 @@ class Progress(Hook):
         """``3 min 20 s to go``, or nothing where nobody knows."""
         found = []
         rate = self._whole.rate(task.progress.samples)
-        if rate is not None and task.plan.updates:
+        if rate is not None and _total(task):
             samples = sum(_samples(task, number) for number in range(len(task.stages.given)))
             found += [samples / rate] if samples else []
         left = task.plan.seconds_left(task.progress)
@@ -177,7 +177,7 @@ class Progress(Hook):
         self._moved = time.monotonic()
         bars = []
         if task.plan.trains:
-            total = task.stages.updates if task.plan.updates else None
+            total = _total(task) or None
             label = plan_report.epoch(task)
             bars.append(display.Bar(label, task.progress.updates, total, "", self._to_go(task)))
         if test and not task.train:
@@ -195,6 +195,14 @@ class Progress(Hook):
             task.signals.lines_below = 0
             self._display.close()
             self._display = None
+
+
+def _total(task: Task) -> int:
+    """Updates of the whole run; 0 where nobody knows how many a stage at hand or ahead makes."""
+    ahead = [task.plan, *task.stages.plans()[task.progress.stage + 1 :]]
+    if any(plan.endless for plan in ahead):
+        return 0
+    return task.plan.origin.updates + sum(plan.updates for plan in ahead)
 
 
 def _samples(task: Task, number: int) -> float:

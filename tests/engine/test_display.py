@@ -1,5 +1,7 @@
 """Display: what a terminal shows, as pyte renders it, at several widths."""
 
+import sys
+
 import pyte
 import pytest
 
@@ -86,6 +88,16 @@ def test_what_is_printed_stands_above(shown):
     lines, _, _ = shown(80, drawn, drawn, printed=["a line", "x" * 100])
     assert lines[:3] == ["a line", "x" * 80, "x" * 20]
     assert lines[6].startswith("epoch  3/10") and len(lines) == 8
+
+
+def test_errors_that_go_to_a_file_go_there(monkeypatch, capsys):
+    terminal = Terminal(monkeypatch)  # of standard output alone
+    display = Display()
+    display.show([TRAIN])
+    print("a warning", file=sys.stderr)
+    display.close()
+    assert "a warning" not in terminal.close()
+    assert capsys.readouterr().err == "a warning\n"
 
 
 def test_nothing_is_left_behind(shown):

@@ -171,6 +171,21 @@ def test_where_a_metric_was_best_outlives_a_resume(capsys, tmp_path):
     assert value_of(go(3), "test/score").split() == ["3.0000", "1.0000", "20"]  # nothing was left
 
 
+def test_when_a_metric_was_best_is_not_made_up(capsys, tmp_path):
+    """Of a checkpoint that does not say: the run went on without the hook before."""
+    meters = {"score": Scripted([2.0, 1.0, 3.0, 0.5])}
+    r1.train(tmp_path, epochs=2, test=True, test_meters=meters)
+    capsys.readouterr()
+
+    def go(epochs):
+        meters = {"score": Scripted([2.0, 1.0, 3.0, 0.5])}
+        return train(capsys, tmp_path, test=True, test_meters=meters, epochs=epochs)
+
+    assert value_of(go(3), "test/score").split() == ["3.0000", "1.0000"]
+    assert value_of(go(3), "test/score").split() == ["3.0000", "1.0000"]
+    assert value_of(go(4), "test/score").split() == ["0.5000", "0.5000", "40"]
+
+
 def test_time_over_all_processes(capsys, tmp_path, monkeypatch):
     """By a clock that goes on by an hour whenever it is read: hours are all that is told."""
     ticking = Ticking(monkeypatch)

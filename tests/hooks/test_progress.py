@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phaseloop import ConfigError, Data, Hook, Phases, Trainer, default_hooks
+from phaseloop import ConfigError, Data, Hook, Phases, Stage, Trainer, default_hooks
 from phaseloop.engine import fetching, report
-from phaseloop.engine.phase_plan import PhasePlan
+from phaseloop.engine.phase_plan import Origin, PhasePlan
 from phaseloop.engine.recorder import Recorder
 from phaseloop.hooks import progress
 from phaseloop.hooks.console import Console
@@ -43,7 +43,7 @@ def test_a_line_at_log_points(capsys):
     lines = lines_of(capsys, hook=Progress(seconds=0), run={"log_every": 10})
     pattern = (
         r"epoch (\d)/3  update (\d+)/30  loss \d\.\d{4}  lr 1\.0e-01  +[\d,.]+ samples/s"
-        r"  data wait [ \d]\d %  [\d.]+ [MG]B(?:  +[\d.]+ s to go)?"
+        r"  data wait [ \d]{1,2}\d %  [\d.]+ [MG]B(?:  +[\d.]+ s to go)?"
     )
     assert [re.fullmatch(pattern, line).groups() for line in lines] == [
         ("1", "10"),
@@ -107,6 +107,26 @@ def test_data_wait_is_the_time_in_which_the_training_waits(capsys, monkeypatch):
     assert waits == [("0.5", "50 %")] * 30
 
 
+def test_no_total_before_the_end_of_a_stage_of_unknown_length(capsys):
+    def of(lines):
+        return [re.search(r"update +(\d+)(?:/(\d+))?", line).groups() for line in lines]
+
+    def shown(printed):
+        return [line for line in printed if "update" in line]
+
+    known = [Stage(name="first", updates=3), Stage(name="last", updates=4)]
+    lines = shown(lines_of(capsys, hook=Progress(seconds=0), phases=known))
+    assert of(lines) == [(str(n), "7") for n in range(1, 8)]
+    assert all("to go" in line for line in lines[:-1])
+
+    task = r1.make_task(None, phases=[known[0], Stage(name="open", time="1h")])
+    hooks = {"progress": Progress(seconds=0), "stop": r1.At("on_step", 5, "stop")}
+    Trainer(task, hooks).train()
+    lines = shown(capsys.readouterr().out.splitlines())
+    assert of(lines) == [(str(n), None) for n in range(1, 6)]
+    assert ["to go" in line for line in lines] == [False] * 3 + [True] * 2  # its time is known
+
+
 def test_the_device_is_read_only_when_something_is_shown(capsys, monkeypatch):
     asked = []
     row = Recorder.row
@@ -131,11 +151,35 @@ def test_negative_seconds_are_refused():
 
 def _imports_rich(seconds):
     Trainer(r1.make_task(None, epochs=1), {"progress": Progress(seconds)}).train()
-    return "rich.progress" in sys.modules
+    return "rich" in sys.modules
 
 
 def test_rich_is_not_imported_outside_a_terminal():
     assert process.result(_imports_rich, 0.0) is False
+
+
+class WritesOnly:
+    """What users put into the place of ``sys.stdout`` to have a copy: it has but two methods."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("stdout", [WritesOnly(), None])
+def test_a_run_whose_output_is_no_real_stream(monkeypatch, capsys, stdout):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    hooks = {"progress": Progress(seconds=0), "console": Console()}
+    Trainer(r1.make_task(None, epochs=1), hooks).train()
+    assert capsys.readouterr().err == ""
+    if stdout is not None:
+        assert "epoch 1/1  update 10/10  loss" in stdout.text  # of progress
+        assert re.search(r"^epoch 1/1  update 10  lr", stdout.text, re.M)  # of console
 
 
 # --- in a terminal ---
@@ -222,11 +266,24 @@ def test_ranks_but_the_primary_are_silent(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+def test_the_total_counts_what_the_stages_before_have_really_made():
+    """Of a stage whose length is a time nobody knows it before."""
+    last = PhasePlan(Phases(updates=300), 10, [], Origin(updates=1200))
+    planned = [PhasePlan(Phases(time="1h"), 10, []), PhasePlan(Phases(updates=300), 10, [])]
+    stages = SimpleNamespace(plans=lambda: planned)
+    task = SimpleNamespace(plan=last, progress=SimpleNamespace(stage=1), stages=stages)
+    assert progress._total(task) == 1200 + 300
+    task.plan, task.progress.stage = planned[0], 0
+    assert progress._total(task) == 0
+
+
 def test_time_to_go():
     task = SimpleNamespace(
         plan=PhasePlan(Phases(epochs=10), 10, []),
         progress=SimpleNamespace(updates=40, samples=160, stage=0),
-        stages=SimpleNamespace(given=[None], loaders=[SimpleNamespace(samples=40)]),
+        stages=SimpleNamespace(
+            given=[None], loaders=[SimpleNamespace(samples=40)], plans=lambda: [task.plan]
+        ),
     )
     hook = Progress()
     hook._whole = SimpleNamespace(rate=lambda samples: 8.0)

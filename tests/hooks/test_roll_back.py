@@ -26,6 +26,7 @@ from phaseloop import (
 )
 from phaseloop.engine.checkpoint import store
 from phaseloop.engine.data.order import epoch_order
+from phaseloop.hooks.console import Console
 from phaseloop.hooks.freeze import Freeze
 from phaseloop.hooks.non_finite import NonFinite
 from phaseloop.train_steps import Alternating
@@ -203,6 +204,16 @@ class Late(Hook):
 def test_a_hook_that_cannot_go_back_is_named(tmp_path: Path) -> None:
     with pytest.raises(PhaseloopError, match="late has a state now and had none"):
         train(tmp_path / "run", pair_of(18), hooks={"late": Late()})
+
+
+def test_what_only_watches_and_came_with_the_resume_is_no_hindrance(tmp_path: Path) -> None:
+    """The checkpoint to go back to has no state of it: it goes on with what it has."""
+    folder, pair = tmp_path / "run", pair_of(17)
+    train(folder, pair, at=At("on_step", 16, "stop"))
+    train(folder, pair, hooks={"console": Console()})
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["updates"]) == ("finished", 30)
+    assert [event["to"] for event in events(folder)] == [16]
 
 
 def test_an_overflow_of_scaled_gradients_is_no_reason(tmp_path: Path) -> None:
