@@ -14,7 +14,7 @@ from tests.docs import pages
 from tests.rigs import cli
 
 PAGE = pages.ROOT / "docs" / "configuration.md"
-LIMIT = 30
+LIMIT = 120
 
 
 @pytest.fixture(scope="module")
