@@ -32,7 +32,18 @@ def remarks(error: BaseException) -> str:
 
 
 def looks(value: Any) -> str:
-    """A tensor's dtype and shape, ``float32 [64, 10]``; of other things the tensors in them."""
+    """A tensor's dtype and shape, ``float32 [64, 10]``; of other things the tensors in them.
+
+    Raises nothing, since the error that is being told of must not be lost: what cannot say its
+    shape, as nested tensors cannot, is named by its type.
+    """
+    try:
+        return _looks(value)
+    except Exception:
+        return type(value).__name__
+
+
+def _looks(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

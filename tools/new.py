@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from phaseloop.engine.config import compose as composing
 from phaseloop.engine.errors import ConfigError
@@ -91,7 +92,7 @@ def check(name: str) -> None:
             f"with a letter first and no _ last, such as my_project",
         )
     if _is_reserved(name):
-        raise ConfigError("NAME", f"{name!r} is a word of Python's or of YAML's own")
+        raise ConfigError("NAME", f"{name!r} is a word of Python's or of YAML's or Hydra's own")
     if name == _NAME or name.lower() in _TAKEN:
         raise ConfigError("NAME", f"{name!r} is the name of something in every project")
     if name in composing.experiments():
@@ -101,7 +102,8 @@ def check(name: str) -> None:
 
 
 def _is_reserved(name: str) -> bool:
-    return keyword.iskeyword(name) or yaml.safe_load(name) != name
+    (word,) = OverridesParser.create().parse_overrides([f"config={name}"])
+    return keyword.iskeyword(name) or not yaml.safe_load(name) == word.value() == name
 
 
 def _is_module(name: str) -> bool:

@@ -119,6 +119,8 @@ WRONG = {
     "None": "is a word of Python's",
     "yes": "is a word of Python's or of YAML's",
     "null": "is a word of Python's or of YAML's",
+    "nan": "is a word of Python's or of YAML's or Hydra's",
+    "Inf": "is a word of Python's or of YAML's or Hydra's",
     "tests": "is the name of something in every project",
     "PROJECT": "is the name of something in every project",
     "digits": "config=digits exists already",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from phaseloop.engine.events import EVENTS, Dispatcher, Hook
 from phaseloop.engine.schedules import constant, cosine, linear
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.tools import plan
-from phaseloop.tools.planning import curves
+from phaseloop.tools.planning import curves, pictures
 from phaseloop.tools.planning.page import page, short
 from phaseloop.tools.planning.plan import Plan, make
 from phaseloop.tools.run import run
@@ -155,6 +157,17 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
     for shown in ("a&lt;b&gt;", "x&lt;i&gt;$y$", "&lt;script&gt;", "Says &lt;nothing&gt; &amp;"):
         assert shown in text
     assert page(made) == text  # nothing in it depends on when it was made
+
+
+def test_names_in_any_letters_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    """Chinese ones the font of matplotlib does not have."""
+    made = dataclasses.replace(planned(tmp_path), name="实验")
+    (span,) = made.spans
+    made.spans[0] = dataclasses.replace(span, name="热身")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pictures.whole(made)
+        assert "热身: 30 updates" in page(made)
 
 
 def test_the_matrix_is_the_order_in_which_hooks_are_called(tmp_path: Path) -> None:

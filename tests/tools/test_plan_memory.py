@@ -164,6 +164,36 @@ def test_a_batch_norm_keeps_its_input_and_its_statistics() -> None:
     assert kept(built(mlp(nn.BatchNorm1d(HIDDEN)))) - kept(built()) == FLOAT * more
 
 
+def test_what_is_thrown_away_on_the_way_is_not_kept() -> None:
+    """Each pass keeps what exp gives until its sum is forgotten; the last line is the MLP's."""
+
+    class Wasteful(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for copies in (1, 2, 3):
+                self[0](x.repeat(copies, 1)).exp().sum()
+            return super().forward(x)
+
+    assert kept(built(Wasteful(*mlp()))) == kept(built())
+
+
+def test_a_gradient_that_the_step_asks_for_is_as_it_is_without_counting() -> None:
+    """Of x^3 at x the gradient is 3 x^2, whose own is 6 x."""
+    found = []
+
+    def step(task: Any) -> None:
+        x = task.next_batch().input.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        found.append((x.detach(), slope.detach(), bend.detach()))
+        task.backward(task.forward(slope).sum())
+
+    step.whole_model_forward = True  # type: ignore[attr-defined]
+    assert kept(built(train_step=step)) > 0
+    ((x, slope, bend),) = found
+    torch.testing.assert_close(slope, 3 * x.square())
+    torch.testing.assert_close(bend, 6 * x)
+
+
 @pytest.mark.parametrize(("processes", "expected"), [(1, 3), (2, 3), (3, 2), (4, 2)])
 def test_the_micro_batch_is_the_largest_of_a_process(processes: int, expected: int) -> None:
     """6 samples in pieces of at most 4: 3 and 3; of 2 processes 3 each; of 3 and 4, 2."""

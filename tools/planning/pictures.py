@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -248,7 +249,9 @@ def _made(draw: Callable[[Figure], None], inches: tuple[float, float], form: str
     from matplotlib.figure import Figure
 
     stream = io.BytesIO()
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        # A name in letters that its font lacks: the page has them, and the PNG boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure = Figure(figsize=inches, layout="constrained")
         draw(figure)
         clear = form == "svg"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -106,22 +107,31 @@ def _measured(task: Task, batch: Batch) -> Rehearsal:
             pass
         else:
             raise ValueError(f"the step {task.step_facts.name} did not call task.backward()")
-    new = sum(size for key, size in kept.items() if key not in known)
+    sizes = {_key(each.tensor): each.tensor.untyped_storage().nbytes() for each in kept}
+    new = sum(size for key, size in sizes.items() if key not in known)
     own = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(batch.data)}
     return Rehearsal(batch.size, sum(own.values()), new)
 
 
+class _Kept:
+    """What autograd holds in place of a tensor: gone when its graph is, thrown away on the way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 @contextmanager
-def _counting() -> Iterator[dict[tuple[str, int], int]]:
-    """The memory behind all tensors that autograd keeps within: where it is, to bytes."""
-    kept: dict[tuple[str, int], int] = {}
+def _counting() -> Iterator[WeakSet[_Kept]]:
+    """The tensors that autograd keeps within, of the graphs that are still there."""
+    kept: WeakSet[_Kept] = WeakSet()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> _Kept:
+        held = _Kept(tensor.detach())  # a result would hold on to its own graph; autograd knows it
         if not is_shard(tensor):
-            kept[_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+            kept.add(held)
+        return held
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         yield kept
 
 
@@ -170,6 +180,7 @@ class _StandIn:
         return self.batch
 
     def backward(self, loss: Tensor, weight: Any = None) -> None:
+        self.reached = loss  # so that its graph is there to be counted
         raise _ReachedBackward
 
     def update(self, closure: Any = None) -> None: ...
