@@ -144,13 +144,13 @@ class _Running:
     """One profile, from the first update that is watched on."""
 
     def __init__(self, task: Task, options: Profiler, update: int) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, supported_activities
 
         self._options = options
         self._from = max(update, options.first)
         self._update = update
         activities = [ProfilerActivity.CPU]
-        if task.device.type == "cuda":
+        if task.device.type != "cpu" and ProfilerActivity.CUDA in supported_activities():
             activities.append(ProfilerActivity.CUDA)
         self._profile: profile = profile(
             activities=activities, schedule=self._action, acc_events=True, **options.options
