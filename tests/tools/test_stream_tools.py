@@ -11,7 +11,8 @@ from phaseloop import Data, Schedule
 from phaseloop.engine.schedules import cosine
 from phaseloop.hooks.learning_rate import LearningRate
 from phaseloop.hooks.progress import _samples
-from phaseloop.tools import plan
+from phaseloop.tools.planning.curves import follow
+from phaseloop.tools.planning.facts import facts
 from phaseloop.tools.replay import replay, report
 from phaseloop.tools.run import DONE, WRONG_CONFIG
 from phaseloop.tools.run import run as train_here
@@ -60,11 +61,11 @@ def test_the_plan_of_a_stream(tmp_path: Path) -> None:
         schedule=Schedule(cosine()),
     )  # fmt: skip
     task.build()
-    lines = list(plan._phase_lines(task))
-    assert "training    25 updates in passes of unknown length" in lines
-    assert "batch       4 samples, in 1 micro-batch; the last of an epoch as it comes" in lines
-    assert "data        train: a stream" in lines
-    rates = plan._follow(task, task.stages.plans()).lines["optimizer", "lr", 0]
+    told = list(facts(task))
+    assert ("training", "25 updates in passes of unknown length") in told
+    assert ("batch", "4 samples, in 1 micro-batch; the last of an epoch as it comes") in told
+    assert ("data", "train: a stream") in told
+    rates = follow(task).lines["optimizer", "lr", 0]
     assert rates[0] == list(range(1, 26))
     expected = [0.1 * (1 + math.cos(math.pi * k / 25)) / 2 for k in range(25)]
     assert rates[1] == pytest.approx(expected)
@@ -74,7 +75,7 @@ def test_the_plan_of_a_stream(tmp_path: Path) -> None:
 def test_the_plan_of_epochs_of_a_stream() -> None:
     task = r1.make_task(None, epochs=3, train=Data(streams.Stream(), 4))
     task.build()
-    assert "training    3 epochs of unknown length" in list(plan._phase_lines(task))
+    assert ("training", "3 epochs of unknown length") in list(facts(task))
     assert train(
         r1.make_task(None, epochs=3, train=Data(streams.Stream(), 4)), rate=LearningRate()
     ).updates == 30  # fmt: skip
