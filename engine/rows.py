@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+_LOG_FROM = 20.0  # the factor by which a loss has to fall
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -37,3 +40,16 @@ def is_loss(name: str) -> bool:
 def is_rate(name: str) -> bool:
     """A learning rate: ``lr``, ``lr/head``, ``generator/lr``."""
     return "lr" in name.split("/")
+
+
+def on_log_axis(name: str, curves: Iterable[list[float]]) -> bool:
+    """Whether these curves of one name are drawn logarithmically: a loss that falls by a factor.
+
+    Args:
+        name: of the metric.
+        curves: its values; what is not finite is passed over.
+    """
+    if not is_loss(name):
+        return False
+    finite = [v for values in curves for v in values if math.isfinite(v)]
+    return bool(finite) and min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)

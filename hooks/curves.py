@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ Series = dict[tuple[str, str], tuple[list[int], list[float]]]
 _LR = "learning rate"
 _SHARES = "metrics"
 _RAW = "log points"
-_LOG_FROM = 20.0  # a loss that falls by such a factor is drawn on a logarithmic axis
 _COLOURS = ("#2a6fbb", "#d1602f", "#3a8f5c", "#8a5aa8", "#b8912a", "#5d6b78")
 _FAINT = "#a9c6e4"
 _DASHES = ("-", "--", ":", "-.")
@@ -167,7 +165,7 @@ def _draw_rates(ax: Axes, series: Series) -> None:
 
 
 def _finish(ax: Axes, name: str, series: Series) -> None:
-    if rows.is_loss(name) and _spans_orders(values for _, values in series.values()):
+    if rows.on_log_axis(name, (values for _, values in series.values())):
         ax.set_yscale("log")
     ax.set_title(name, loc="left", fontsize=11, fontweight="bold")
     ax.set_xlabel("update", fontsize=9)
@@ -177,11 +175,6 @@ def _finish(ax: Axes, name: str, series: Series) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     if len(series) <= 12 and (name != _LR or len(series) > 1):
         ax.legend(fontsize=8, frameon=False)
-
-
-def _spans_orders(parts: Iterable[list[float]]) -> bool:
-    finite = [v for values in parts for v in values if math.isfinite(v)]
-    return bool(finite) and min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)
 
 
 def _save(figure: Figure, path: Path) -> None:

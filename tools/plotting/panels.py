@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phaseloop.engine import rows
@@ -11,8 +10,6 @@ from phaseloop.tools.plotting.runs import LOG_POINTS, RATES, RunData, Series
 
 MOST = 2000
 """Points of one curve that are drawn; of more the extremes of each stretch are kept."""
-
-_LOG_FROM = 20.0  # a loss that falls by such a factor is drawn on a logarithmic axis
 
 
 @dataclass
@@ -50,13 +47,8 @@ def _rank(name: str, series: list[Series]) -> int:
 
 def _panel(name: str, series: list[Series]) -> Panel:
     kinds = {one.kind for one in series}
-    spans = rows.is_loss(name) and _spans_orders(one.values for one in series)
+    spans = rows.on_log_axis(name, (one.values for one in series))
     return Panel(name, spans, faint=len(kinds) > 1)
-
-
-def _spans_orders(parts: Iterable[list[float]]) -> bool:
-    finite = [v for values in parts for v in values if math.isfinite(v)]
-    return bool(finite) and min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)
 
 
 def thinned(values: list[float], most: int) -> list[int]:
